@@ -113,11 +113,11 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
     the default order also whenever xla accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any
     target.
     """
-    if implementation is None and backend("xla").refuses(plan, None) is None:
+    if implementation is None and _refuses(backend("xla"), plan, None) is None:
         return None
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
-        why = backend(name).refuses(plan, None)
+        why = _refuses(backend(name), plan, None)
         if why is None:
             return None if name in PLATFORMS else name
         refusals.append((name, why))
@@ -215,7 +215,15 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
                 f"The program is lowered for the platform {platform} without a device, so its kind is unknown. Lower "
                 f"it with arguments or a mesh on such a device or on its topology, or pass implementation={name!r}."
             )
-    return backend(name).refuses(plan, target)
+    return _refuses(backend(name), plan, target)
+
+
+def _refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
+    """`backend.refuses(plan, target)`, and a refusal of an instruction of the options, which only the GPU kernels can choose."""
+    instruction = plan.options.instruction
+    if instruction is None or backend.name == "mosaic_gpu":
+        return backend.refuses(plan, target)
+    return f"kernel_options.instruction={instruction!r} is for the kernels of mosaic_gpu; {backend.name} has no such choice."
 
 
 def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPlan:

@@ -112,6 +112,8 @@ class KernelOptions:
                                half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for others as
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
+    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0, 8.6, 8.7, 8.9, 9.0 and 12.x.
+                               Other backends and GPUs refuse it. None: what is fastest, WGMMA on Hopper and mma.sync elsewhere
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -127,6 +129,7 @@ class KernelOptions:
     block_kv_bwd: int | None = None
     num_stages: int | None = None
     split: int | typing.Literal["auto"] | None = None
+    instruction: typing.Literal["mma"] | None = None
     deterministic: bool = True
     interpret: bool = False
 
@@ -145,6 +148,13 @@ class KernelOptions:
                 repr(split),
                 '"auto", a positive int or None',
                 '"auto" lets the backend choose the chunk.',
+            )
+        if self.instruction not in (None, "mma"):
+            raise bad_argument(
+                "kernel_options.instruction",
+                repr(self.instruction),
+                '"mma" or None',
+                "None lets the backend choose.",
             )
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
 

@@ -27,8 +27,21 @@ from jax.interpreters import mlir
 Device = jax.Device | jax.sharding.AbstractDevice
 """A device of this process or of a topology, or a description of one."""
 
-HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
-"""Names of devices with compute capability 9.0, because an AbstractDevice has a name and no capability."""
+KINDS = {
+    "8.0": re.compile(r"\bA(30|100|800)\b"),
+    "8.6": re.compile(r"\bA(2|10|16|40)G?\b|\bRTX A\d{4}\b|\bRTX 30\d0\b"),
+    "8.9": re.compile(r"\bL(4|40|40S|20)\b|\bRTX 40\d0\b|\bAda\b"),
+    "9.0": re.compile(r"\bG?H(20|100|200|800)\b"),
+    "12.0": re.compile(r"\bRTX 50\d0\b|\bRTX PRO \d{4}\b"),
+}
+"""Compute capability -> names of devices that have it, because an AbstractDevice has a name and no capability."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice(jax.sharding.AbstractDevice):
+    """A GPU that is not there, with the compute capability that Mosaic compiles for."""
+
+    compute_capability: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +73,14 @@ def of_device(device: Device, platform: str | None = None) -> Target:
     platform     the platform of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm;
                  None: by the device
 
-    A CUDA device that does not say its compute capability has "9.0" if its kind is named as a Hopper GPU, else None.
+    A CUDA device that does not say its compute capability has that of its kind in KINDS, or None.
     """
     kind = device.device_kind
     capability = getattr(device, "compute_capability", None)
     if platform is None:
         platform = _platform(device)
-    if capability is None and platform == "cuda" and HOPPER_KINDS.search(kind):
-        capability = "9.0"
+    if capability is None and platform == "cuda":
+        capability = next((number for number, names in KINDS.items() if names.search(kind)), None)
     cores = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
     return Target(platform, kind, capability, cores)
 
@@ -122,11 +135,17 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()
     same = seen.device_kind == target.kind and _is_of(seen, target.platform)
+    if (
+        target.platform == "cuda" and target.capability is not None
+    ):  # Mosaic takes a device that does not say for Hopper
+        same = same and getattr(seen, "compute_capability", "9.0") == target.capability
     if same or target.kind is None or target.platform not in ("cuda", "tpu"):
         yield
         return
     platform = "gpu" if target.platform == "cuda" else target.platform
-    device = jax.sharding.AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform=platform)
+    device = DescribedDevice(target.kind, target.cores, platform, target.capability or "9.0")
+    if platform == "tpu":
+        device = jax.sharding.AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform=platform)
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)):
         yield
 

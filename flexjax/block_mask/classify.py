@@ -209,7 +209,9 @@ def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
 
     counts   how many query blocks and key blocks the matrix has
     """
-    within = np.arange(SIDE, dtype=np.int32)  # of 32 bits, because a mask over a million tokens has 33 million full blocks
+    within = np.arange(
+        SIDE, dtype=np.int32
+    )  # of 32 bits, because a mask over a million tokens has 33 million full blocks
     row, column = (x.ravel() for x in np.meshgrid(within, within, indexing="ij"))
     repeated = lambda x: np.repeat(x, SIDE * SIDE)
     b, h, q, kv = squares.T

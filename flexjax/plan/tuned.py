@@ -62,6 +62,7 @@ def plan_text(plan: KernelPlan) -> str:
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
+    lines += [] if options.instruction is None else [f"instruction: {options.instruction}"]
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
 
 

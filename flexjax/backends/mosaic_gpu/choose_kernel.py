@@ -1,4 +1,15 @@
-"""Which kernels run a plan on Hopper, with which tiles: the one place that answers it.
+"""Which kernels run a plan on a GPU, with which tiles: the one place that answers it.
+
+    refuses_device(target, options)   why no kernel is for the device
+    mma_card(target, options)         the card whose mma.sync kernels run (sm80_*.py); None: the kernels for Hopper run
+
+    compute capability     kernels
+    8.0, 8.6, 8.7, 8.9     mma.sync, tiles copied by cp.async
+    9.0                    WGMMA and TMA; with KernelOptions(instruction="mma"): mma.sync, tiles copied by TMA
+    10.x                   none yet
+    12.0, 12.1             mma.sync, tiles copied by TMA
+
+The rest is about the kernels for Hopper; forward_sm80_tiles.py chooses the tiles of the mma.sync kernels by the card.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     gathers_pages(plan)      whether keys in pages are gathered for the forward kernel
@@ -6,7 +17,7 @@
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     describe(plan)           both passes as text, for `flexjax.explain`
 
-Every rule follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
+Every rule for Hopper follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
 of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
 what is faster. NOTES_backward.md has the reasons, LOG_backward.md the measurements.
 
@@ -22,7 +33,7 @@ The backward pass of one plan:
 import dataclasses
 import typing
 
-from flexjax.backends.mosaic_gpu import decode_tiles, dq_order, forward_tiles
+from flexjax.backends.mosaic_gpu import decode_tiles, dq_order, forward_sm80_tiles, forward_tiles
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
@@ -36,8 +47,11 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS, Card
+from flexjax.backends.target import Target
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.types import KernelOptions
 
 MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
@@ -49,6 +63,38 @@ arrays over queries or keys, which two kernels evaluate twice."""
 KEYS_A_ROW = 8
 """The fewest keys for each packed row at which the decode kernel is expected to be faster: its partial results are then at
 most a quarter of its memory traffic."""
+
+
+# ------------------------------------------------------------------- the device
+
+HOPPER = "9.0"
+
+
+def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
+    """Why no kernels are for the target, in a sentence; None if some are, or if the target or its kind is not known yet. A kind
+    whose compute capability is not known is refused. In the simulator any device will do.
+    """
+    if options.interpret or target is None or target.kind is None:
+        return None
+    kernels = f"The GPU kernels are for compute capability {', '.join(CARDS)}"
+    if target.capability is None:
+        return f"{kernels}; the compute capability of {target.kind} is not known."
+    if target.capability not in CARDS:
+        return f"{kernels}; {target.kind} has {target.capability}."
+    return None
+
+
+def mma_card(target: Target | None, options: KernelOptions) -> Card | None:
+    """The card whose mma.sync kernels run on the target, one that `refuses_device` accepts; None where the kernels for Hopper run.
+
+    In the simulator, and where the device is not known, that is Hopper, with mma.sync where the options ask for it.
+    """
+    capability = HOPPER
+    if not options.interpret and target is not None and target.capability is not None:
+        capability = target.capability
+    if capability == HOPPER and options.instruction is None:
+        return None
+    return CARDS[capability]
 
 
 # ------------------------------------------------------------------- forward
@@ -227,22 +273,37 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 # ------------------------------------------------------------------- text
 
 
-def describe(plan: KernelPlan, given: KernelPlan) -> str:
+def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
     gradients of q, k and v, and without it for keys in pages, which have none; and whether CTAs share the columns of wide
     heads.
 
-    plan    with the blocks that the kernels visit
-    given   the same plan with the blocks of the user's block mask
+    plan     with the blocks that the kernels visit
+    given    the same plan with the blocks of the user's block mask
+    target   the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
+             forward kernel one of its SMs holds
 
     For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
     (`_decode_is_faster`) but which it refuses, the text says why.
     """
+    card = mma_card(target, plan.options)
+    if card is not None:
+        return _describe_mma(plan, card)
     forward = _describe_forward(plan, given)
     if given.page:
         return f"keys gathered from their pages, {forward}" if gathers_pages(given) else forward
     shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""
     return f"{forward}, backward {_describe_backward(plan)}{shared}"
+
+
+def _describe_mma(plan: KernelPlan, card: Card) -> str:
+    """The kernels on mma.sync as text."""
+    tile = forward_sm80_tiles.forward_tile(plan, card)
+    fits = {1: "one CTA", 2: "two CTAs"}.get(tile.ctas(card), f"{tile.ctas(card)} CTAs")
+    return (
+        f"mma.sync with {tile.copying} for compute capability {card.capability}: forward {tile.block_q} x {tile.block_kv}, "
+        f"{tile.stages} stages, {fits} on an SM"
+    )
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:

@@ -19,9 +19,7 @@ keeps between steps.
 """
 
 import dataclasses
-import enum
 import functools
-import math
 import typing
 from collections.abc import Callable, Sequence
 
@@ -35,8 +33,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import kernel_parts, memory, registers, thread_tiles, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.float_parts import pairs_of, part_dtype
-from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs, present
-from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
+from flexjax.backends.mosaic_gpu.forward_rows import Phase, Position, QueryRows, StepTile, programs_at_rows
+from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, Outputs, present
+from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch, ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     Ref,
     Scalar,
@@ -48,55 +47,10 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
 )
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums, first_cta
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
-from flexjax.backends.mosaic_gpu.tile_scores import scores_of
-from flexjax.backends.mosaic_gpu.tile_values import Scaled
-from flexjax.ir import program as ir
 
 f32 = np.float32
-
-
-class Phase(enum.Enum):
-    """Which steps of a work item a function is traced for.
-
-    UNMASKED   steps that need no mask
-    MASKED     steps that need the mask or the check of the last key
-    FIRST      step 0 of the staggered order, before its loops: masked or not, by its number
-    """
-
-    UNMASKED = "unmasked"
-    MASKED = "masked"
-    FIRST = "first"
-
-
-class Programs(typing.NamedTuple):
-    """The traced programs of score_mod, mask_mod and dropout at the rows of one query tile; None for those that the
-    plan lacks.
-    """
-
-    score: TileProgram | None
-    mask: TileProgram | None
-    dropout: TileProgram | None
-
-
-class StepTile(typing.NamedTuple):
-    """The key tile of one step: the number of its first key, and the programs with the vectors over its keys
-    computed.
-
-    `start` is None where nothing in the step depends on which keys it visits.
-    """
-
-    start: Scalar | None
-    programs: Programs
-
-
-class Position(typing.NamedTuple):
-    """Where a query tile lies: batch entry, query head, number of the query tile within the head."""
-
-    b: Scalar
-    h: Scalar
-    q_tile: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +62,7 @@ class Consumer:
     scratch           Refs to the CTA's shared memory
     """
 
-    setup: ForwardSetup
+    setup: HopperSetup
     inputs: Inputs[Ref]
     outputs: Outputs[Ref]
     scratch: ForwardScratch[Ref]
@@ -181,26 +135,23 @@ class Consumer:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryTile:
-    """The rows of one work item that one consumer computes.
+class QueryTile(QueryRows[ForwardTile]):
+    """The rows of one work item that one consumer computes: beside the fields of QueryRows
 
-    consumer     the warpgroup
-    item         the work item
+    scratch      Refs to the CTA's shared memory
     turn         number of the work item in this CTA
     first_step   number of its first step, counted over the items of this CTA: the position in the rings of keys and
                  values
     group        number of the warpgroup among the consumers
-    programs     of the plan, at these rows
     query_slot   slot of the queries in their ring
     queries      [rows, D] for each part (float_parts.py), the rows in shared memory
     """
 
-    consumer: Consumer
-    item: WorkItem
+    setup: HopperSetup
+    scratch: ForwardScratch[Ref]
     turn: Scalar
     first_step: Scalar
     group: Scalar
-    programs: Programs
     query_slot: Scalar
     queries: tuple[Ref, ...]
 
@@ -216,43 +167,12 @@ class QueryTile:
         setup, inputs, scratch, tile = consumer.setup, consumer.inputs, consumer.scratch, consumer.setup.tile
         q_start = item.q_tile * tile.block_q + group * tile.rows
 
-        def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
-            """A program of score_mod, mask_mod or dropout with its row vectors computed at this warpgroup's rows;
-            None for None.
-
-            refs   its captured arrays
-            """
-            if program is None:
-                return None
-            return TileProgram(
-                program,
-                refs,
-                (tile.rows, tile.block_kv),
-                Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin)),
-                edge=(setup.plan.q_len, setup.plan.kv_len) if setup.may_overhang else None,
-                interpret=setup.interpret,
-            ).at_rows(q_start)
-
-        programs = Programs(
-            at_rows(setup.plan.score, inputs.score),
-            at_rows(setup.plan.mask, inputs.mask),
-            at_rows(setup.plan.dropout, inputs.dropout),
-        )
+        programs = programs_at_rows(setup, inputs, item, q_start)
         slot = kernel_parts.slot_of(turn, tile.query_slots)
         queries = slot_parts(scratch.query, slot, tile.parts, pl.ds(group * tile.rows, tile.rows))
         if not tile.dynamic_scheduler:
             plgpu.barrier_wait(scratch.query_full.at[slot])
-        return cls(consumer, item, turn, first_step, group, programs, slot, queries)
-
-    @property
-    def setup(self) -> ForwardSetup:
-        """What is known before the kernel is traced."""
-        return self.consumer.setup
-
-    @property
-    def scratch(self) -> ForwardScratch[Ref]:
-        """Refs to the CTA's shared memory."""
-        return self.consumer.scratch
+        return cls(setup, inputs, consumer.outputs, item, programs, scratch, turn, first_step, group, slot, queries)
 
     def compute(self) -> None:
         """Runs all steps of the work item, in the order that `ForwardTile.overlap` says, and writes its results
@@ -279,10 +199,7 @@ class QueryTile:
             found = cond(self.item.total > 0, lambda: steps(out), lambda: no_steps(out))
         if not tile.overlap:
             setup.ping_pong.end_tile(self.group)
-        row_term = None
-        if self.programs.score is not None and setup.reference is None and not setup.large_scores:
-            row_term = self.programs.score.row_term()
-        self._finish(row_term, *found)
+        self._finish(self.row_term, *found)
 
     # ----------------------------------------------------------------- the two orders of steps
 
@@ -312,12 +229,12 @@ class QueryTile:
         setup, item = self.setup, self.item
         state = setup.softmax.start
         plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(i32(0))])
-        step_tile = self._step_tile(self._start(i32(0), Phase.FIRST), Phase.FIRST)
+        step_tile = self.step_tile(self.start(i32(0), Phase.FIRST), Phase.FIRST)
         setup.ping_pong.wait(self.group)
         s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
         s = self.partial_sums.total(s, 0)
-        p, _, state = self._softmax(s, i32(0), step_tile, Phase.FIRST, state)
+        p, _, state = self._softmax_with_staged(s, i32(0), step_tile, Phase.FIRST, state)
         out, weights, state = self._loops(self._staggered_step, 1, (out, self._weights(p), state))
         position = self._release_queries()
         out = self._add_values(out, weights, item.total - 1)
@@ -333,7 +250,7 @@ class QueryTile:
         carry   what the first step gets
         """
         first, masked = i32(begin), lax.max(self.item.unmasked, i32(begin))
-        starts = [self._start(n, phase) for n, phase in ((first, Phase.UNMASKED), (masked, Phase.MASKED))]
+        starts = [self.start(n, phase) for n, phase in ((first, Phase.UNMASKED), (masked, Phase.MASKED))]
         carry = lax.fori_loop(first, masked, functools.partial(step, phase=Phase.UNMASKED), (starts[0], *carry))
         if self.setup.has_masked_steps:
             carry = (starts[1], *carry[1:])
@@ -349,13 +266,13 @@ class QueryTile:
         """
         setup = self.setup
         start, out, state = carry
-        step_tile = self._step_tile(start, phase)
-        start = self._next_start(n, phase)
+        step_tile = self.step_tile(start, phase)
+        start = self.next_start(n, phase)
         self._await_keys(n, prefetch=False)
         s = self._scores_alone(n)
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
         s = self.partial_sums.total(s, n)
-        p, rescale, state = self._softmax(s, n, step_tile, phase, state)
+        p, rescale, state = self._softmax_with_staged(s, n, step_tile, phase, state)
         out = setup.softmax.rescale(out, rescale)
         weights = self._weights(p)
         if not setup.interpret:
@@ -374,14 +291,14 @@ class QueryTile:
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         start, out, weights, state = carry
         key_slot, value_slot = self._key_slot(n), self._value_slot(n - 1)
-        step_tile = self._step_tile(start, phase)
-        start = self._next_start(n, phase)
+        step_tile = self.step_tile(start, phase)
+        start = self.next_start(n, phase)
         self._await_keys(n, prefetch=False)
         if setup.interpret:
             s = self._scores_alone(n)
             setup.slots.release("key", scratch.key_free, key_slot)
             s = self.partial_sums.total(s, n)
-            p, rescale, state = self._softmax(s, n, step_tile, phase, state)
+            p, rescale, state = self._softmax_with_staged(s, n, step_tile, phase, state)
             out = self._add_values(out, weights, n - 1)
             return start, setup.softmax.rescale(out, rescale), self._weights(p), state
 
@@ -400,7 +317,9 @@ class QueryTile:
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=len(pairs_of(tile.parts))))
             setup.slots.release("key", scratch.key_free, key_slot)
             s = self.partial_sums.total(s, n)
-            for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, step_tile, phase, state)), strict=True):
+            for ref, value in zip(
+                others, jax.tree.leaves(self._softmax_with_staged(s, n, step_tile, phase, state)), strict=True
+            ):
                 ref[...] = value
 
         # The operands' registers are settled here: moving them between the two WGMMAs would make the second wait for the first.
@@ -489,26 +408,14 @@ class QueryTile:
         setup = self.setup
         return thread_tiles.tile_parts(p, part_dtype(setup.plan), setup.tile.parts, setup.interpret)
 
-    def _softmax(
+    def _softmax_with_staged(
         self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling
-        of what was summed before; the state after it).
-
-        s           Q K^T, [rows, block_kv] float32 without scale
-        step_tile   the key tile of the step
-        state       before the step
-
-        Weights are exponentials, not yet divided by their sum, times the dropout multiplier; the sum in the state is
-        without dropout. It waits for a staged tile and releases its slot.
-        """
+        """`softmax` of step n, after the staged tile has arrived; releases the slot of that tile."""
         if step_tile.programs.score is not None:
             score = self._with_staged(step_tile.programs.score, n)
             step_tile = step_tile._replace(programs=step_tile.programs._replace(score=score))
-        p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
-        if step_tile.programs.dropout is not None:
-            p = p * step_tile.programs.dropout.tile(p)[0]
-        return p, rescale, state
+        return self.softmax(s, n, step_tile, phase, state)
 
     def _with_staged(self, score: TileProgram, n: Scalar) -> TileProgram:
         """The score program with the values of the staged array for step n, read from their slot, which is then
@@ -523,34 +430,6 @@ class QueryTile:
         value = memory.load_staged(present(scratch.staged).at[slot, rows], setup.interpret)
         setup.slots.release("staged", scratch.staged_free, slot)
         return score.with_loaded_tile(setup.staged, value)
-
-    def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
-        """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the
-        last key.
-
-        s           [rows, block_kv] float32 without scale
-        step_tile   the key tile of the step
-        phase       Phase.UNMASKED leaves out the mask and the check of the last key
-
-        The result is a `Scaled`: factors and terms that the softmax applies later in its exponent are not applied yet
-        (`scores_of`). A step of the full list that runs in the loop of masked steps gets no mask, only -inf past the
-        last key.
-        """
-        setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
-        scores = scores_of(step_tile.programs.score, s, plan.scale, setup.large_scores, setup.interpret)
-        if phase is Phase.UNMASKED or not setup.has_masked_steps:
-            return scores
-        s = scores.tile
-        if step_tile.programs.mask is not None:
-            (on,) = step_tile.programs.mask.tile()
-            if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
-                on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
-            s = jnp.where(on, s, f32(-math.inf))
-        if setup.keys_may_overhang:
-            assert step_tile.start is not None
-            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
-            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
-        return scores._replace(tile=s)
 
     def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar) -> jax.Array:
         """out + P V of step n, [rows, value dim] float32.
@@ -574,45 +453,6 @@ class QueryTile:
         setup.slots.release("value", scratch.value_free, slot)
         return out
 
-    # ----------------------------------------------------------------- the key tile of a step
-
-    def _needs_start(self, phase: Phase) -> bool:
-        """Whether anything in a step of the phase depends on which keys it visits: a score_mod, dropout, or, except in
-        UNMASKED, the mask or the check of the last key.
-        """
-        masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
-        return masked or self.programs.score is not None or self.programs.dropout is not None
-
-    def _start(self, n: Scalar, phase: Phase) -> Scalar:
-        """Number of the first key of the tile of step n; 0 where nothing depends on it (`_needs_start`).
-
-        phase   of step n. For a step past the last one of the phase the result is some key that may be read
-
-        UNMASKED reads the full list, MASKED the partial one, or either if full blocks may reach past the last key;
-        FIRST either.
-        """
-        if not self._needs_start(phase):
-            return i32(0)
-        masked = None if self.setup.full_blocks_may_overhang else False
-        in_full = {Phase.UNMASKED: True, Phase.MASKED: masked, Phase.FIRST: None}[phase]
-        return self.setup.scheduler.kv_start(self.consumer.inputs.mask_rows, self.item, n, in_full)
-
-    def _next_start(self, n: Scalar, phase: Phase) -> Scalar:
-        """First key of the tile after step n, read a step ahead so that its address is known before the WGMMAs are
-        issued.
-        """
-        return self._start(lax.min(n + 1, self.item.total - 1), phase)
-
-    def _step_tile(self, start: Scalar, phase: Phase) -> StepTile:
-        """The key tile whose first key is `start`, with the vectors over its keys computed in the programs that the
-        phase needs; UNMASKED has no mask. `start` and all programs are None where nothing depends on the keys
-        (`_needs_start`).
-        """
-        if not self._needs_start(phase):
-            return StepTile(None, Programs(None, None, None))
-        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in self.programs)
-        return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
-
     # ----------------------------------------------------------------- the end of the tile
 
     def _release_queries(self) -> Position:
@@ -628,48 +468,26 @@ class QueryTile:
         setup.slots.release("query", scratch.query_free, self.query_slot)
         return Position(item.b, item.h, item.q_tile)
 
+    @property
+    def writes_statistics(self) -> Scalar | bool:
+        """Whether this CTA writes lse and row maxima: both CTAs of a cluster know them, and the first writes them."""
+        return first_cta(self.scratch.exchange)
+
     def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
-        """Adds the sink to the softmax denominator, divides by it, and writes out, lse and, if wanted, row maxima to
-        global memory.
+        """Divides `out` by the softmax denominator, and writes out, lse and, if wanted, row maxima to global memory.
 
         row_term   [rows], what the softmax left out of the scores of each row; None: nothing
         out        [rows, value dim] float32, the sum of P V relative to the softmax reference
         state      after the last step
         position   of the query tile
-
-        lse includes the sink, row maxima do not. A row without visible keys gets out 0; its lse is the sink, or -inf
-        without sinks, and its maximum -inf.
         """
-        setup, tile, outputs, softmax = self.setup, self.setup.tile, self.consumer.outputs, self.setup.softmax
         b, h, q_tile = position
-        q_start = q_tile * tile.block_q + self.group * tile.rows
-        top, total = softmax.finish(state, row_term)
-        base = jnp.where(top == f32(-math.inf), f32(0), top)
-        shrink = None
-        if self.consumer.inputs.sinks is not None:
-            sink = softmax.to_reference(self.consumer.inputs.sinks[h])
-            joint = jnp.maximum(top, sink)
-            joint = jnp.where(jnp.abs(joint) == f32(math.inf), f32(0), joint)
-            shrink = softmax.power(top - joint)
-            total = total * shrink + softmax.power(sink - joint)
-            base = joint
-        dead = total == f32(0)
-        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
-        if shrink is not None:
-            divisor = divisor * shrink
-        lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
-        rows = (b, h, pl.ds(q_start, tile.rows))
-
-        @when(first_cta(self.scratch.exchange))
-        def write_rows() -> None:
-            """Writes lse and, if wanted, row maxima, which both CTAs of a cluster know."""
-            outputs.lse[rows] = lse
-            if outputs.max_scores is not None:
-                outputs.max_scores[rows] = softmax.to_score(top)
-
+        q_start = q_tile * self.setup.tile.block_q + self.group * self.setup.tile.rows
+        divisor = self.write_statistics(row_term, state, position, q_start)
         out = out * registers.broadcast_vector(divisor, "row", out.shape)
-        own = lambda x: rows_of(x, setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
-        targets = [own(x) for x in (outputs.out, outputs.rounding) if x is not None]
+        tile = self.setup.tile
+        own = lambda x: rows_of(x, self.setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
+        targets = [own(x) for x in (self.outputs.out, self.outputs.rounding) if x is not None]
         self._write(out, targets)
 
     def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, present
+from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, i32, slot_parts
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
@@ -34,7 +34,7 @@ class Producer:
     scratch   Refs to the CTA's shared memory
     """
 
-    setup: ForwardSetup
+    setup: HopperSetup
     inputs: Inputs[Ref]
     scratch: ForwardScratch[Ref]
 

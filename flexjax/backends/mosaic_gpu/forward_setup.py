@@ -1,6 +1,4 @@
-"""What the two roles of the forward kernel, producer and consumer warpgroups, share: operands, and all that is known
-before it is traced.
-"""
+"""What the warpgroups of a forward kernel share: operands, and all that is known before the kernel is traced."""
 
 import dataclasses
 import typing
@@ -10,9 +8,12 @@ from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
 from flexjax.backends.mosaic_gpu.shared_memory import Part
-from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows, TileScheduler
+from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows, ScheduledTile, TileScheduler
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
+
+AnyTile = typing.TypeVar("AnyTile", bound=ScheduledTile)
+"""The configuration of one of the forward kernels."""
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
@@ -56,7 +57,7 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardSetup:
+class ForwardSetup(typing.Generic[AnyTile]):
     """The static part of a forward kernel.
 
     plan           of the call, with extra features joined to the head dim
@@ -68,7 +69,7 @@ class ForwardSetup:
     """
 
     plan: KernelPlan
-    tile: ForwardTile
+    tile: AnyTile
     interpret: bool
     staged: ir.Load | None
     reference: float | None
@@ -78,16 +79,6 @@ class ForwardSetup:
     def scheduler(self) -> TileScheduler:
         """The tile scheduler: which CTA computes which work item, and which key tiles that visits."""
         return TileScheduler(self.plan, self.tile)
-
-    @property
-    def slots(self) -> SlotBarriers:
-        """The barriers by which consumers hand slots back to the producer."""
-        return SlotBarriers(self.tile, self.interpret)
-
-    @property
-    def ping_pong(self) -> PingPong:
-        """The barriers by which two consumers alternate."""
-        return PingPong(self.tile, self.interpret)
 
     @property
     def softmax(self) -> OnlineSoftmax:
@@ -135,6 +126,21 @@ class ForwardSetup:
         if plan.mask is not None or plan.kv_len % self.tile.block_kv:
             return True
         return plan.blocks is not None and (plan.blocks.partial > 0 or plan.kv_len % plan.blocks.block_kv > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperSetup(ForwardSetup[ForwardTile]):
+    """The static part of the forward kernel for Hopper, whose warpgroups have roles."""
+
+    @property
+    def slots(self) -> SlotBarriers:
+        """The barriers by which consumers hand slots back to the producer."""
+        return SlotBarriers(self.tile, self.interpret)
+
+    @property
+    def ping_pong(self) -> PingPong:
+        """The barriers by which two consumers alternate."""
+        return PingPong(self.tile, self.interpret)
 
 
 def present(ref: Ref | None) -> Ref:

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (compute capability 9.0): its operands, its launch, and its results.
 
 A CTA is one producer warpgroup (forward_producer.py), which copies by TMA, and one to three consumer warpgroups of 64 queries each
-(forward_consumer.py), which compute by WGMMA. They share ForwardSetup, everything that is known before the kernel is traced.
+(forward_consumer.py), which compute by WGMMA. They share HopperSetup, everything that is known before the kernel is traced.
 tile_scheduler.py assigns query tiles to CTAs, and forward_tiles.py chooses the configuration.
 
 Products with an operand in registers and named barriers do not exist in the simulator (`interpret`), which uses plain dots
@@ -21,7 +21,7 @@ from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
-from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
+from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch, ForwardTile, forward_scratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, join_extra, launch, pad
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
@@ -75,24 +75,24 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         interpret=setup.interpret,
         ctas=tile.ctas,
     )
-    max_scores = None if results.max_scores is None else _without_padding(results.max_scores, plan)
+    max_scores = None if results.max_scores is None else without_padding(results.max_scores, plan)
     lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
     rounding = None if results.rounding is None else cut(results.rounding)
-    return Results(cut(results.out), _without_padding(results.lse, plan), max_scores, rounding)
+    return Results(cut(results.out), without_padding(results.lse, plan), max_scores, rounding)
 
 
-def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
+def forward_setup(plan: KernelPlan, tile: ForwardTile) -> HopperSetup:
     """What is known of the kernel before it is traced.
 
     plan   with extra features joined to the head dim
     tile   the kernel's configuration
     """
     staged = staging.staged_load(plan, plan.score) if tile.staged_slots else None
-    return ForwardSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
+    return HopperSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
 
 
-def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
+def _inputs(setup: HopperSetup, operands: Operands) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them.
 
     Lengths and head dims are padded with zeros: lengths to multiples of TMA_ROWS, in the simulator to whole tiles.
@@ -141,7 +141,7 @@ def _whole_tiles(x: jax.Array, q_length: int, kv_length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _without_padding(stats: jax.Array, plan: KernelPlan) -> jax.Array:
+def without_padding(stats: jax.Array, plan: KernelPlan) -> jax.Array:
     """Row statistics [B, N, padded T] cut to T queries, as [B, T, N] or [B, N, T] by the plan's layout."""
     stats = stats[:, :, : plan.q_len]
     return jnp.swapaxes(stats, 1, 2) if plan.layout == "BTNH" else stats

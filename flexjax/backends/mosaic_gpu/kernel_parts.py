@@ -37,6 +37,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     Description,
     PlainArray,
     SwizzledTiles,
+    swizzle_bytes,
 )
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -182,7 +183,7 @@ def _allocated(part: Description, interpret: bool) -> object:
 def _swizzled(part: SwizzledTiles) -> object:
     """The Pallas allocation of tiles that TMA writes and WGMMA reads, with the largest swizzle that divides a row."""
     item = jnp.dtype(part.dtype).itemsize
-    swizzle = next(n for n in (128, 64, 32) if n <= part.swizzle and part.shape[-1] * item % n == 0)
+    swizzle = swizzle_bytes(part.shape[-1], item, part.swizzle)
     transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
     return plgpu.SMEM(part.shape, jnp.dtype(part.dtype), transforms=transforms)
 

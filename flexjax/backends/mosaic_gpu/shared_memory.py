@@ -109,6 +109,16 @@ def fits(scratch: tuple) -> bool:
     return scratch_bytes(scratch) <= SHARED_MEMORY
 
 
+def swizzle_bytes(columns: int, item: int, most: int = 128) -> int:
+    """The bytes over which SwizzledTiles with rows of so many elements are swizzled: the largest of 128, 64 and 32 that divides a
+    row.
+
+    item   bytes of an element
+    most   a larger swizzle is not taken
+    """
+    return next(n for n in (128, 64, 32) if n <= most and columns * item % n == 0)
+
+
 def round_up(length: int, unit: int) -> int:
     """The smallest multiple of `unit` that is not below `length`."""
     return -(-length // unit) * unit

@@ -22,10 +22,12 @@ from flexjax.backends.mosaic_gpu import (
     backward_tiles,
     choose_kernel,
     decode_tiles,
+    forward_sm80_tiles,
     forward_tiles,
     program_support,
 )
 from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks, pages
@@ -39,6 +41,7 @@ LARGEST_BACKWARD_DIM = 512
 """The largest head dim of queries and keys whose gradients a WGMMA, of at most 256 columns in each of two CTAs, adds to."""
 FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
 """The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
+NO_MMA_BACKWARD = "The GPU kernels on mma.sync have no backward pass."
 LARGEST_TILE = 128
 """Queries or keys of the largest tile that some kernel takes without a smaller one to choose instead. Several runs of an
 origin must be multiples of it, so that no tile reaches over the end of a run."""
@@ -60,13 +63,16 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     if reason is not None:
         return reason
     plan = _kernel_plan(plan)
-    return (
+    reason = (
         _refuses_jax(version or jax.__version_info__[:3])
-        or _refuses_device(None if plan.options.interpret else target)
+        or choose_kernel.refuses_device(target, plan.options)
         or _refuses_arrays(plan)
         or _refuses_programs(plan)
-        or _refuses_tiles(plan)
     )
+    if reason is not None:
+        return reason
+    card = choose_kernel.mma_card(target, plan.options)
+    return _refuses_tiles(plan) if card is None else _refuses_mma(plan, card)
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:
@@ -74,10 +80,12 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
 
     target, version   as for `refuses`
     """
+    device = choose_kernel.refuses_device(target, plan.options)
+    if device is None and choose_kernel.mma_card(target, plan.options) is not None:
+        return "The GPU kernels on mma.sync do not read keys in pages."
     reason = decode_tiles.decode_refuses(plan)
     if reason is not None:
         return f"The GPU kernel for keys in pages does not run this call: {reason[0].lower()}{reason[1:]}"
-    device = _refuses_device(None if plan.options.interpret else target)
     return _refuses_jax(version) or device or _refuses_arrays(plan) or _refuses_programs(plan)
 
 
@@ -113,19 +121,6 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
         f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
         "In such a Python, in a checkout: `pip install -U '.[cuda13]'`."
     )
-
-
-def _refuses_device(target: Target | None) -> str | None:
-    """Why the kernels do not run on the target, in a sentence; None if it is a GPU of compute capability 9 (Hopper), or
-    if the target or its kind is not known yet. A known kind whose compute capability is not known is refused.
-    """
-    if target is None or target.kind is None:
-        return None
-    if target.capability is None:
-        return f"The GPU kernels are for compute capability 9.0 (Hopper); the compute capability of {target.kind} is not known."
-    if target.capability.split(".")[0] != "9":
-        return f"The GPU kernels are for compute capability 9.0 (Hopper); {target.kind} has {target.capability}."
-    return None
 
 
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
@@ -228,6 +223,24 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
     return reason
 
 
+def _refuses_mma(plan: KernelPlan, card: Card) -> str | None:
+    """Why the kernels on mma.sync cannot run a plan whose arrays and programs the kernels take, in a sentence; None if they can."""
+    if plan.dtype == "float32":
+        return "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."
+    if plan.options.split is not None:
+        return f"The GPU kernels on mma.sync do not split the keys (kernel_options.split={plan.options.split!r})."
+    if not forward_sm80_tiles.forward_candidates(plan, card):
+        names = ("block_q", "block_kv", "num_stages")
+        asked = [f"{n}={getattr(plan.options, n)}" for n in names if getattr(plan.options, n)]
+        return (
+            f"No tile fits head dims {plan.head_dim} and {plan.value_dim} on compute capability {card.capability}"
+            + (f" with {', '.join(asked)}" if asked else "")
+            + ": the GPU kernels on mma.sync take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the "
+            "mask's blocks."
+        )
+    return None
+
+
 class MosaicGpu:
     """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it.
 
@@ -260,8 +273,12 @@ class MosaicGpu:
         dim = plan.head_dim + plan.extra_dim
         if why is None and dim > LARGEST_BACKWARD_DIM:
             why = f"The head dim of query and key is {dim}; the GPU kernels of the backward pass take at most {LARGEST_BACKWARD_DIM}."
-        if why is not None or derivative is None:
+        if why is not None:
             return why
+        if choose_kernel.mma_card(target, plan.options) is not None:
+            return NO_MMA_BACKWARD
+        if derivative is None:
+            return None
         plan = _kernel_plan(plan)
         reason = program_support.unsupported(derivative)
         if reason is not None:
@@ -271,7 +288,7 @@ class MosaicGpu:
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
         decodes = plan.page > 0 and not choose_kernel.gathers_pages(plan)
-        return choose_kernel.describe(plan if decodes else _kernel_plan(plan), plan)
+        return choose_kernel.describe(plan if decodes else _kernel_plan(plan), plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
@@ -280,6 +297,11 @@ class MosaicGpu:
         the two lists repeats its last. The first dict is what runs without options. Where the decode kernel runs, the
         dicts have no sizes of the forward pass, because its bits may not depend on what is fastest.
         """
+        card = choose_kernel.mma_card(target, plan.options)
+        if card is not None:
+            found = forward_sm80_tiles.forward_candidates(_kernel_plan(plan), card)
+            sizes = dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in found)
+            return [dict(zip(("block_q", "block_kv", "num_stages"), size, strict=True)) for size in sizes]
         decodes = choose_kernel.decode_kernel(plan) is not None
         plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
@@ -297,21 +319,25 @@ class MosaicGpu:
         """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
         them, row maxima. For the forward kernel keys in pages are gathered first.
 
-        Only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
-        result depends on it; the tile follows from the plan.
+        On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
+        result depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute
+        capability.
         """
-        from flexjax.backends.mosaic_gpu import decode_sm90, forward_sm90
+        from flexjax.backends.mosaic_gpu import decode_sm90, forward_sm80, forward_sm90
 
+        card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or forward_tiles.REFERENCE_SMS
-        decode = choose_kernel.decode_kernel(plan)
+        decode = choose_kernel.decode_kernel(plan) if card is None else None
         if decode is not None:
             return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
         given = plan, operands
         plan, operands = _for_kernels(plan, plan.on_host(operands))
-        results = forward_sm90.forward(
-            plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
-        )
+        if card is None:
+            tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
+            results = forward_sm90.forward(plan, operands, tile)
+        else:
+            results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
         if given[1].lengths is None:
             return results
         # out is 0 in rows of queries that do not exist, because the mask hides all of them; lse may be that of a sink

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_gpu import atomic_counter
 from flexjax.backends.mosaic_gpu.branch import cond
-from flexjax.backends.mosaic_gpu.forward_tiles import MAILBOX_WORDS, ForwardTile
+from flexjax.backends.mosaic_gpu.forward_tiles import MAILBOX_WORDS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.block_mask.host_or_program import flat_constant, largest_first
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
@@ -40,6 +40,65 @@ L2_SHARE = 24e6
 """Bytes of keys and values that stay in the L2 beside everything else."""
 COUNTER_RESULT = MAILBOX_WORDS - 1
 """Word of the first mailbox through which one thread passes a number from the atomic counter to its warpgroup."""
+
+
+class ScheduledTile(typing.Protocol):
+    """What the scheduler, and what all forward kernels share, read of a kernel's configuration (ForwardTile documents the fields)."""
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a CTA's tile."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Queries of one warpgroup."""
+        ...
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a tile."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Head dim of queries and keys, padded."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of values, padded."""
+        ...
+
+    @property
+    def lazy_rescale(self) -> bool:
+        """Whether the output is rescaled only when a row maximum has grown by a factor of 2^8."""
+        ...
+
+    @property
+    def polynomials(self) -> int:
+        """How many of eight exponentials are polynomials."""
+        ...
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA takes a fixed share of all query tiles."""
+        ...
+
+    @property
+    def dynamic_scheduler(self) -> bool:
+        """Whether a CTA takes query tiles from an atomic counter."""
+        ...
+
+    @property
+    def reverse_kv(self) -> bool:
+        """Whether key tiles that need no mask are visited from the last to the first."""
+        ...
+
+    @property
+    def programs(self) -> int:
+        """CTAs of the grid where `persistent` or `dynamic_scheduler`."""
+        ...
 
 
 class WorkItem(typing.NamedTuple):
@@ -83,7 +142,7 @@ class TileScheduler:
     """Assigns the work items of `plan` to CTAs, for the kernel configuration `tile`."""
 
     plan: KernelPlan
-    tile: ForwardTile
+    tile: ScheduledTile
 
     @property
     def q_tiles(self) -> int:

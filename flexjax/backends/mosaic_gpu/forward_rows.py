@@ -1,0 +1,261 @@
+"""What the consumers of all forward kernels share: the scores, softmax and results of the rows of one query tile.
+
+A kernel multiplies (by WGMMA: forward_consumer.py; by mma.sync: forward_sm80_rows.py) and decides when; `QueryRows` says what
+happens between the products of a step and after the last step. A step is one key tile. Steps of a work item (one query tile with
+the key tiles that it visits, tile_scheduler.py) are numbered from 0, `n` in the functions below; those that need no mask come
+first. `Phase` says which steps a function is traced for. `state` is what the online softmax keeps between steps.
+"""
+
+import dataclasses
+import enum
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu import registers
+from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
+from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
+from flexjax.backends.mosaic_gpu.tile_scores import scores_of
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
+from flexjax.ir import program as ir
+
+f32 = np.float32
+
+
+class Phase(enum.Enum):
+    """Which steps of a work item a function is traced for.
+
+    UNMASKED   steps that need no mask
+    MASKED     steps that need the mask or the check of the last key
+    FIRST      step 0 of the staggered order, before its loops: masked or not, by its number
+    """
+
+    UNMASKED = "unmasked"
+    MASKED = "masked"
+    FIRST = "first"
+
+
+class Programs(typing.NamedTuple):
+    """The traced programs of score_mod, mask_mod and dropout at the rows of one query tile; None for those that the
+    plan lacks.
+    """
+
+    score: TileProgram | None
+    mask: TileProgram | None
+    dropout: TileProgram | None
+
+
+class StepTile(typing.NamedTuple):
+    """The key tile of one step: the number of its first key, and the programs with the vectors over its keys
+    computed.
+
+    `start` is None where nothing in the step depends on which keys it visits.
+    """
+
+    start: Scalar | None
+    programs: Programs
+
+
+class Position(typing.NamedTuple):
+    """Where a query tile lies: batch entry, query head, number of the query tile within the head."""
+
+    b: Scalar
+    h: Scalar
+    q_tile: Scalar
+
+
+def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: WorkItem, q_start: Scalar) -> Programs:
+    """The programs of a work item with their row vectors computed, for the rows of a tile from query `q_start` on."""
+    tile = setup.tile
+
+    def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
+        """A program of score_mod, mask_mod or dropout with its row vectors computed at these rows; None for None.
+
+        refs   its captured arrays
+        """
+        if program is None:
+            return None
+        return TileProgram(
+            program,
+            refs,
+            (tile.rows, tile.block_kv),
+            Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin)),
+            edge=(setup.plan.q_len, setup.plan.kv_len) if setup.may_overhang else None,
+            interpret=setup.interpret,
+        ).at_rows(q_start)
+
+    return Programs(
+        at_rows(setup.plan.score, inputs.score),
+        at_rows(setup.plan.mask, inputs.mask),
+        at_rows(setup.plan.dropout, inputs.dropout),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryRows(typing.Generic[AnyTile]):
+    """The rows of one work item that one warpgroup computes.
+
+    setup             what is known before the kernel is traced
+    inputs, outputs   Refs to global memory
+    item              the work item
+    programs          of the plan, at these rows
+    """
+
+    setup: ForwardSetup[AnyTile]
+    inputs: Inputs[Ref]
+    outputs: Outputs[Ref]
+    item: WorkItem
+    programs: Programs
+
+    @property
+    def row_term(self) -> jax.Array | None:
+        """What the softmax leaves out of the scores of each row, [rows], computed after the steps; None with a static reference or
+        large scores, and where nothing is left out.
+        """
+        if self.programs.score is None or self.setup.reference is not None or self.setup.large_scores:
+            return None
+        return self.programs.score.row_term()
+
+    # ----------------------------------------------------------------- between the products of a step
+
+    def softmax(
+        self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
+    ) -> tuple[jax.Array, Rescale, State]:
+        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling
+        of what was summed before; the state after it).
+
+        s           Q K^T, [rows, block_kv] float32 without scale
+        step_tile   the key tile of the step
+        state       before the step
+
+        Weights are exponentials, not yet divided by their sum, times the dropout multiplier; the sum in the state is
+        without dropout.
+        """
+        p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
+        if step_tile.programs.dropout is not None:
+            p = p * step_tile.programs.dropout.tile(p)[0]
+        return p, rescale, state
+
+    def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
+        """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the
+        last key.
+
+        s           [rows, block_kv] float32 without scale
+        step_tile   the key tile of the step
+        phase       Phase.UNMASKED leaves out the mask and the check of the last key
+
+        Parts that are cheaper to apply later are left to the softmax (`scores_of`). Steps of the full list are not masked
+        even where the loop is for both, only cut at the last key.
+        """
+        setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
+        scores = scores_of(step_tile.programs.score, s, plan.scale, setup.large_scores, setup.interpret)
+        if phase is Phase.UNMASKED or not setup.has_masked_steps:
+            return scores
+        s = scores.tile
+        if step_tile.programs.mask is not None:
+            (on,) = step_tile.programs.mask.tile()
+            if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
+                on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
+            s = jnp.where(on, s, f32(-math.inf))
+        if setup.keys_may_overhang:
+            assert step_tile.start is not None
+            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
+        return scores._replace(tile=s)
+
+    # ----------------------------------------------------------------- the key tile of a step
+
+    def needs_start(self, phase: Phase) -> bool:
+        """Whether anything in a step of the phase depends on which keys it visits: a score_mod, dropout, or, except in
+        UNMASKED, the mask or the check of the last key.
+        """
+        masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
+        return masked or self.programs.score is not None or self.programs.dropout is not None
+
+    def start(self, n: Scalar, phase: Phase) -> Scalar:
+        """Number of the first key of the tile of step n; 0 where nothing depends on it (`needs_start`).
+
+        phase   of step n. For a step past the last one of the phase the result is some key that may be read
+
+        UNMASKED reads the full list, MASKED the partial one, or either if full blocks may reach past the last key;
+        FIRST either.
+        """
+        if not self.needs_start(phase):
+            return i32(0)
+        masked = None if self.setup.full_blocks_may_overhang else False
+        in_full = {Phase.UNMASKED: True, Phase.MASKED: masked, Phase.FIRST: None}[phase]
+        return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, n, in_full)
+
+    def next_start(self, n: Scalar, phase: Phase) -> Scalar:
+        """First key of the tile after step n, read a step ahead so that its address is known before the WGMMAs are
+        issued.
+        """
+        return self.start(lax.min(n + 1, self.item.total - 1), phase)
+
+    def step_tile(self, start: Scalar, phase: Phase) -> StepTile:
+        """The key tile whose first key is `start`, with the vectors over its keys computed in the programs that the
+        phase needs; UNMASKED has no mask. `start` and all programs are None where nothing depends on the keys
+        (`needs_start`).
+        """
+        if not self.needs_start(phase):
+            return StepTile(None, Programs(None, None, None))
+        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in self.programs)
+        return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
+
+    # ----------------------------------------------------------------- after the last step
+
+    @property
+    def writes_statistics(self) -> Scalar | bool:
+        """Whether this CTA writes lse and row maxima; one of the CTAs that know them does."""
+        return True
+
+    def write_statistics(
+        self, row_term: jax.Array | None, state: State, position: Position, q_start: Scalar
+    ) -> jax.Array:
+        """Adds the sink to the softmax denominator, writes lse and, if wanted, row maxima to global memory, and returns what out is
+        to be multiplied by, [rows].
+
+        row_term   [rows], what the softmax left out of the scores of each row; None: nothing
+        state      after the last step
+        position   of the query tile
+        q_start    number of the first row
+
+        lse includes the sink, row maxima do not. A row without visible keys gets out 0; its lse is the sink, or -inf
+        without sinks, and its maximum -inf.
+        """
+        tile, outputs, softmax = self.setup.tile, self.outputs, self.setup.softmax
+        b, h, _ = position
+        top, total = softmax.finish(state, row_term)
+        base = jnp.where(top == f32(-math.inf), f32(0), top)
+        shrink = None
+        if self.inputs.sinks is not None:
+            sink = softmax.to_reference(self.inputs.sinks[h])
+            joint = jnp.maximum(top, sink)
+            joint = jnp.where(jnp.abs(joint) == f32(math.inf), f32(0), joint)
+            shrink = softmax.power(top - joint)
+            total = total * shrink + softmax.power(sink - joint)
+            base = joint
+        dead = total == f32(0)
+        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
+        if shrink is not None:
+            divisor = divisor * shrink
+        lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
+        rows = (b, h, pl.ds(q_start, tile.rows))
+
+        @when(self.writes_statistics)
+        def write_rows() -> None:
+            """Writes lse and, if wanted, row maxima."""
+            outputs.lse[rows] = lse
+            if outputs.max_scores is not None:
+                outputs.max_scores[rows] = softmax.to_score(top)
+
+        return divisor

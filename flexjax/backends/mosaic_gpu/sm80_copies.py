@@ -1,0 +1,190 @@
+"""How the mma.sync kernels bring tiles to shared memory: cp.async or TMA, behind one interface.
+
+There is no producer warpgroup. Every warpgroup of a CTA copies its share of the rows of a tile, computes, and meets the others at a
+barrier of the CTA:
+
+    copies.start(source, target, arrived, rows)   begins to copy a tile
+    copies.commit()                               ends a group of copies: those since the last call arrive together
+    copies.wait(arrived, pending)                 the oldest group has arrived, for all threads, and all have read what they
+                                                  read before: so a copy that starts now may overwrite it
+    copies.sync()                                 the barrier alone
+
+With cp.async a thread copies 16 bytes at a time; rows past the end of the array are filled with zeros by the copy itself. Groups
+are the hardware's commit groups, and `pending` says how many of the newest may still be in flight. With TMA a tile arrives at the
+mbarrier `arrived` of its slot, which TMA fills with zeros past the end.
+
+In the simulator cp.async is an assignment, and the CTA's barrier an mbarrier.
+"""
+
+import dataclasses
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, ptx, scalar_of
+from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
+from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Copying
+
+CHUNK = 16
+"""Bytes that one cp.async copies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of one kernel.
+
+    copying     how tiles come to shared memory
+    groups      warpgroups of a CTA; with one, a kernel is launched with `warpgroups=None`
+    interpret   whether the kernel runs in the simulator
+    meeting     the Ref of `sm80_cards.meeting_barrier`
+    """
+
+    copying: Copying
+    groups: int
+    interpret: bool
+    meeting: Ref | None
+
+    @property
+    def group(self) -> Scalar | int:
+        """Number of this warpgroup in the CTA."""
+        return 0 if self.groups == 1 else lax.axis_index("wg")
+
+    def start(self, source: Ref, target: Ref, arrived: Ref | None, rows: Scalar | None) -> None:
+        """Begins to copy this warpgroup's share of a tile.
+
+        source    [rows, D] in global memory; it may reach past the end of the array
+        target    [rows, D] in shared memory, SwizzledTiles
+        arrived   the barrier of the slot; None with cp.async
+        rows      how many rows of the tile exist, counted from its first; None: all
+        """
+        share = target.shape[0] // self.groups
+        first = 0
+        if self.groups > 1:
+            first = self.group * share
+            source, target = source.at[pl.ds(first, share)], target.at[pl.ds(first, share)]
+        if self.copying == "tma":
+            assert arrived is not None
+            plgpu.copy_gmem_to_smem(source, target, arrived)
+        elif self.interpret:
+            target[...] = source[...]
+        else:
+            _copy_by_threads(source, target, None if rows is None else rows - first)
+
+    def commit(self) -> None:
+        """Ends a group of copies, which may be empty."""
+        if self.copying == "cp.async" and not self.interpret:
+
+            @inline_mgpu()
+            def end_group() -> None:
+                """Makes the copies of this thread since the last call a group."""
+                nvvm.cp_async_commit_group()
+
+            end_group()
+
+    def wait(self, arrived: Ref | None, pending: int) -> None:
+        """Waits until a group of copies has arrived and all warpgroups of the CTA are here.
+
+        arrived   the barrier of its slot; None with cp.async
+        pending   how many groups were committed after it
+        """
+        if self.copying == "tma":
+            assert arrived is not None
+            plgpu.barrier_wait(arrived)
+        elif not self.interpret:
+
+            @inline_mgpu()
+            def wait_for_groups() -> None:
+                """Waits until at most `pending` groups of this thread are in flight."""
+                nvvm.cp_async_wait_group(pending)
+
+            wait_for_groups()
+        self.sync()
+
+    def sync(self) -> None:
+        """Waits until all threads of the CTA are here; what they wrote to shared memory before is then visible to all."""
+        if self.interpret:
+            plgpu.commit_smem()  # the simulator's products read the slots as ordinary memory
+            if self.meeting is not None:
+                plgpu.barrier_arrive(self.meeting.at[0])
+                plgpu.barrier_wait(self.meeting.at[0])
+            return
+        groups = self.groups
+
+        @inline_mgpu()
+        def meet() -> None:
+            """Emits the barrier of the CTA, or of its only warpgroup."""
+            if groups == 1:
+                mgpu.utils.warpgroup_barrier()
+            else:  # lower numbers belong to the compiler
+                ptx(f"bar.sync {groups + 2}, {groups * WARPGROUP};")
+
+        meet()
+
+
+def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
+    """Copies a tile by cp.async, in all threads of this warpgroup.
+
+    source, target   [rows, D] of 16-bit elements in global and in shared memory, D a multiple of 16
+    rows             how many rows exist; others become zeros without being read. None: all
+    """
+    height, width = target.shape
+    swizzle = swizzle_bytes(width, 2)
+    tile = 8 * swizzle  # bytes of a swizzled piece, 8 rows of `swizzle` bytes
+    chunks = swizzle // CHUNK
+    step = WARPGROUP // chunks  # rows that the warpgroup copies at once, a multiple of 8
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
+
+    def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
+        """Emits the copies of one thread: one chunk of every `step`-th row, in each piece of `swizzle` bytes of a row."""
+        i32 = ir.IntegerType.get_signless(32)
+        constant = lambda n: mgpu.c(n, i32)
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        pitch = strides[0] * 2
+        thread = arith.andi(mgpu.utils.thread_idx(), constant(WARPGROUP - 1))
+        row = arith.divui(thread, constant(chunks))
+        chunk = arith.remui(thread, constant(chunks))
+        inner = arith.andi(row, constant(7))
+        shift = {128: 0, 64: 1, 32: 2}[swizzle]
+        turned = arith.xori(chunk, arith.shrui(inner, constant(shift)))
+        to = arith.addi(
+            arith.muli(arith.shrui(row, constant(3)), constant(16 * width)),
+            arith.addi(arith.muli(inner, constant(swizzle)), arith.muli(turned, constant(CHUNK))),
+        )
+        of = arith.addi(arith.muli(row, constant(pitch)), arith.muli(chunk, constant(CHUNK)))
+        i8 = ir.IntegerType.get_signless(8)
+        shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [to], i8)
+        outer = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(source))
+        outer = mgpu.utils.getelementptr(outer, [arith.extui(ir.IntegerType.get_signless(64), of)], i8)
+
+        def emit() -> None:
+            """Emits the copies of a thread whose first row is one of the tile."""
+            for first in range(0, height, step):
+                size = None
+                if limit:
+                    exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, constant(first)), scalar_of(limit[0]))
+                    size = arith.select(exists, constant(CHUNK), constant(0))
+                for piece in range(width * 2 // swizzle):
+                    nvvm.cp_async_shared_global(
+                        mgpu.utils.getelementptr(shared, [first // 8 * 16 * width + piece * tile], i8),
+                        mgpu.utils.getelementptr(outer, [first * pitch + piece * swizzle], i8),
+                        CHUNK,
+                        nvvm.LoadCacheModifierKind.CG,
+                        cp_size=size,
+                    )
+
+        if height % step:
+            assert height < step, (height, step)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, row, constant(height))):
+                emit()
+        else:
+            emit()
+
+    types = (plgpu.RefType(), plgpu.RefType(transforms))
+    if rows is None:
+        inline_mgpu(*types)(copy)(source, target)
+    else:
+        inline_mgpu(*types, SCALAR_LAYOUT)(copy)(source, target, rows)

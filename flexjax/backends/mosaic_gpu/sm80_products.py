@@ -1,0 +1,297 @@
+"""Products by mma.sync: left operand from shared memory or from registers, right operand from shared memory.
+
+    product_transposed(left, right)          left right^T       scores, dP: both in shared memory, D contiguous in both
+    add_product(total, weights, right)       total + weights right    P V, dQ, dK, dV: `weights` a tile in registers
+
+Tiles in registers, results included, have the layout of registers.py: that of an accumulator of WGMMA is also that of mma.sync
+when the four warps of a warpgroup lie along the rows. So whatever evaluates mods on tiles serves both families, and weights that
+were computed as a tile are fragments of a left operand as they are:
+
+    mma.m16n8k16      C: rows r, r + 8; columns 2 c, 2 c + 1     A: rows r, r + 8; columns 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+
+    lane l: r = l / 4, c = l % 4. Two neighbouring fragments of C, converted to 16 bits, are one fragment of A.
+
+Fragments come from shared memory by ldmatrix, four 8 x 8 matrices at a time. A warp has 16 rows of every 64; with 128 rows a
+fragment of the right operand serves two mma, and that halves the traffic of shared memory, which with 64 rows is as slow as the
+tensor cores. The products of one k-step of 16 are emitted together with their loads; ptxas interleaves the steps.
+
+The functions compute in every warpgroup on its own operands, and wait for nothing. In the simulator they are plain dots.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import vector as vectors
+
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.registers import TILE, lowered
+from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
+
+K = 16
+"""Length of the sum of one mma.sync with operands of 16 bits."""
+WARPGROUP_ROWS = 64
+"""Rows of a tile that the four warps of a warpgroup compute with one mma.sync each."""
+
+Fragment = list[ir.Value]
+"""The registers of one operand of an mma.sync in a thread: 4 i32 of a left operand, 2 i32 of a right one, 4 f32 of a sum."""
+
+
+def product_transposed(left: Ref, right: Ref, interpret: bool) -> jax.Array:
+    """left right^T, [M, N] float32, a tile.
+
+    left    [M, D] in shared memory, M a multiple of 64
+    right   [N, D] in shared memory, N a multiple of 16
+    """
+    if interpret:
+        return jnp.dot(left[...].astype(jnp.float32), right[...].astype(jnp.float32).T)
+    (rows, depth), columns = left.shape, right.shape[0]
+    dtype = _ptx_dtype(left.dtype)
+
+    @inline_mgpu(
+        _swizzled(left), _swizzled(right), returns=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE)
+    )
+    def multiply(left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
+        """One thread's registers of the product."""
+        a, b = SharedTile.of(left, depth, _left_lanes(own_rows=True)), SharedTile.of(right, depth, _right_lanes())
+        sums = Sums.zero(rows, columns)
+        for k in range(0, depth, K):
+            lefts = [a.load(m, k) for m in range(0, rows, WARPGROUP_ROWS)]
+            for n in range(0, columns, 16):
+                found = b.load(n, k)
+                sums.add(lefts, [found[:2], found[2:]], n // 8, dtype)
+        return sums.tile()
+
+    return multiply(left, right)
+
+
+def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: bool) -> jax.Array:
+    """total + weights right, [M, N] float32, a tile.
+
+    total     [M, N] float32, a tile
+    weights   [M, k], a tile in the dtype of `right`
+    right     [k, N] in shared memory, k and N multiples of 16
+    """
+    if interpret:
+        return total + jnp.dot(weights.astype(jnp.float32), right[...].astype(jnp.float32))
+    (rows, depth), columns = weights.shape, right.shape[1]
+    dtype = _ptx_dtype(right.dtype)
+
+    @inline_mgpu(
+        TILE, TILE, _swizzled(right), returns=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE)
+    )
+    def multiply(total: mgpu.FragmentedArray, weights: mgpu.FragmentedArray, right: ir.Value) -> mgpu.FragmentedArray:
+        """One thread's registers of the sum."""
+        b = SharedTile.of(right, columns, _left_lanes(own_rows=False))
+        sums = Sums.of(total)
+        for k in range(0, depth, K):
+            lefts = [_left_fragment(weights, m, k) for m in range(0, rows, WARPGROUP_ROWS)]
+            for n in range(0, columns, 16):
+                found = b.load(k, n, transposed=True)
+                sums.add(lefts, [found[:2], found[2:]], n // 8, dtype)
+        return sums.tile()
+
+    return multiply(total, weights, right)
+
+
+# ------------------------------------------------------------------- shared memory
+
+
+def _swizzled(ref: Ref) -> plgpu.RefType:
+    """The type of an argument of `inline_mgpu` that is SwizzledTiles of 16-bit elements."""
+    swizzle = swizzle_bytes(ref.shape[-1], 2)
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
+    return plgpu.RefType(transforms)
+
+
+class Lanes(typing.NamedTuple):
+    """Where a lane reads its row of 8 elements for an ldmatrix: i32 offsets in rows and in chunks of 8 elements (0 or 1).
+
+    row8     offset in rows, a multiple of 8
+    inner    row within the 8
+    chunk    0 or 1
+    """
+
+    row8: ir.Value
+    inner: ir.Value
+    chunk: ir.Value
+
+
+def _left_lanes(own_rows: bool) -> Lanes:
+    """The lanes of a left operand: matrices (rows 0, chunk 0), (rows 8, chunk 0), (rows 0, chunk 1), (rows 8, chunk 1).
+
+    own_rows   each warp of the warpgroup has its own 16 rows; else all read the same. Read transposed, the same four matrices
+               are the fragments of a right operand whose sum runs over the rows
+    """
+    c = lambda n: mgpu.c(n, ir.IntegerType.get_signless(32))
+    thread = mgpu.utils.thread_idx()
+    lane = arith.andi(thread, c(31))
+    row8 = arith.andi(lane, c(8))
+    if own_rows:
+        warp = arith.andi(arith.shrui(thread, c(5)), c(3))
+        row8 = arith.addi(row8, arith.muli(warp, c(16)))
+    return Lanes(row8, arith.andi(lane, c(7)), arith.shrui(lane, c(4)))
+
+
+def _right_lanes() -> Lanes:
+    """The lanes of a right operand whose sum runs along the row: matrices (rows 0, chunk 0), (rows 0, chunk 1), (rows 8, chunk 0),
+    (rows 8, chunk 1).
+    """
+    c = lambda n: mgpu.c(n, ir.IntegerType.get_signless(32))
+    lane = arith.andi(mgpu.utils.thread_idx(), c(31))
+    row8 = arith.shrui(arith.andi(lane, c(16)), c(1))
+    return Lanes(row8, arith.andi(lane, c(7)), arith.andi(arith.shrui(lane, c(3)), c(1)))
+
+
+@dataclasses.dataclass
+class SharedTile:
+    """A swizzled tile in shared memory, for the ldmatrix of one thread.
+
+    SwizzledTiles are pieces of 8 rows of `swizzle` bytes. Chunk n of row r, 16 bytes, is stored as chunk n ^ (r % 8) of its piece
+    (with smaller swizzles, as n ^ (r % 8 / 2) or n ^ (r % 8 / 4)). The lane's part of an address is computed once; a constant
+    chunk is an XOR with a constant, once for each chunk of a piece, and everything else a constant offset of the instruction.
+
+    columns   of the tile
+    lane      i32 address of the lane's chunk in the first piece
+    turned    chunk within a piece -> pointer to it
+    """
+
+    columns: int
+    lane: ir.Value
+    turned: dict[int, ir.Value]
+
+    @classmethod
+    def of(cls, memory: ir.Value, columns: int, lanes: Lanes) -> "SharedTile":
+        """The tile in `memory`, a memref of SwizzledTiles with rows of `columns` elements."""
+        i32 = ir.IntegerType.get_signless(32)
+        c = lambda n: mgpu.c(n, i32)
+        swizzle = swizzle_bytes(columns, 2)
+        key = arith.shrui(lanes.inner, c({128: 0, 64: 1, 32: 2}[swizzle]))
+        offset = arith.addi(
+            arith.muli(lanes.row8, c(2 * columns)),
+            arith.addi(arith.muli(lanes.inner, c(swizzle)), arith.muli(arith.xori(lanes.chunk, key), c(16))),
+        )
+        start = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(memory))
+        return cls(columns, arith.addi(start, offset), {})
+
+    def load(self, row: int, column: int, transposed: bool = False) -> Fragment:
+        """The four registers of an ldmatrix of 16 x 16 elements from (row, column) on, in the order of the lanes' matrices.
+
+        row, column   multiples of 16
+        transposed    each matrix is transposed
+        """
+        swizzle = swizzle_bytes(self.columns, 2)
+        chunks = swizzle // 16
+        piece, chunk = divmod(column // 8, chunks)
+        if chunk not in self.turned:
+            address = self.lane
+            if chunk:
+                address = arith.xori(address, mgpu.c(16 * chunk, ir.IntegerType.get_signless(32)))
+            self.turned[chunk] = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+        offset = row * 2 * self.columns + piece * 8 * swizzle
+        pointer = mgpu.utils.getelementptr(self.turned[chunk], [offset], ir.IntegerType.get_signless(8))
+        found = nvvm.ldmatrix(
+            pointer,
+            num=4,
+            layout=nvvm.MMALayout.col if transposed else nvvm.MMALayout.row,
+            shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
+            elt_type=nvvm.LdStMatrixEltType.B16,
+        )
+        return [llvm.extractvalue(ir.IntegerType.get_signless(32), found, [n]) for n in range(4)]
+
+
+# ------------------------------------------------------------------- registers
+
+
+def _left_fragment(tile: mgpu.FragmentedArray, row: int, column: int) -> Fragment:
+    """The left operand of an mma.sync from a tile of 16-bit elements: rows from `row` on, columns column .. column + 15."""
+    rows, columns = tile.shape
+    registers = tile.registers.reshape(rows // WARPGROUP_ROWS, columns // 8, 2)
+    m, n = row // WARPGROUP_ROWS, column // 8
+    i32 = ir.IntegerType.get_signless(32)
+    return [mgpu.utils.bitcast(registers[m, n + side, half], i32) for side in (0, 1) for half in (0, 1)]
+
+
+@dataclasses.dataclass
+class Sums:
+    """The sums of a product while it is emitted: the float32 registers of a tile.
+
+    shape    (rows, columns)
+    values   [rows / 64, columns / 8] fragments
+    """
+
+    shape: tuple[int, int]
+    values: list[list[Fragment]]
+
+    @classmethod
+    def zero(cls, rows: int, columns: int) -> "Sums":
+        """All zero."""
+        zero: Fragment = [mgpu.c(0.0, ir.F32Type.get())] * 4
+        return cls((rows, columns), [[list(zero) for _ in range(columns // 8)] for _ in range(rows // WARPGROUP_ROWS)])
+
+    @classmethod
+    def of(cls, tile: mgpu.FragmentedArray) -> "Sums":
+        """The elements of a float32 tile."""
+        rows, columns = tile.shape
+        registers = tile.registers.reshape(rows // WARPGROUP_ROWS, columns // 8, 2)
+        take = lambda pair: [vectors.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)]
+        values = [
+            [take(registers[m, n, 0]) + take(registers[m, n, 1]) for n in range(columns // 8)]
+            for m in range(rows // WARPGROUP_ROWS)
+        ]
+        return cls((rows, columns), values)
+
+    def add(self, lefts: list[Fragment], rights: list[Fragment], column: int, dtype: str) -> None:
+        """Adds the products of every left fragment with right fragments.
+
+        lefts    one for each 64 rows
+        rights   of neighbouring columns, the first in fragment column `column`
+        dtype    of the operands, as PTX names it
+        """
+        for m, left in enumerate(lefts):
+            for n, right in enumerate(rights):
+                self.values[m][column + n] = _mma(self.values[m][column + n], left, right, dtype)
+
+    def tile(self) -> mgpu.FragmentedArray:
+        """The registers as a tile."""
+        layout = lowered(TILE)
+        pair_type = ir.VectorType.get((2,), ir.F32Type.get())
+        pairs = []
+        for row in self.values:
+            for four in row:
+                for half in (four[:2], four[2:]):
+                    pair = llvm.mlir_undef(pair_type)
+                    for n, value in enumerate(half):
+                        pair = vectors.insert(value, pair, dynamic_position=[], static_position=[n])
+                    pairs.append(pair)
+        registers = np.empty(len(pairs), dtype=object)
+        registers[:] = pairs
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape(self.shape)), _layout=layout, _is_signed=None
+        )
+
+
+def _mma(total: Fragment, left: Fragment, right: Fragment, dtype: str) -> Fragment:
+    """One mma.sync: total + left right."""
+    f32 = ir.F32Type.get()
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * 4),
+        [*left, *right, *total],
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+    )
+    assert isinstance(found, ir.Value)
+    return [llvm.extractvalue(f32, found, [n]) for n in range(4)]
+
+
+def _ptx_dtype(dtype: jax.typing.DTypeLike) -> str:
+    """The dtype of 16 bits as PTX names it."""
+    return {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
