@@ -1,0 +1,137 @@
+"""Kernels for compute capability 8.x on the machine of ptx_machine.py: the launch of a kernel, compiled and executed on the CPU.
+
+    python -m tests.backends.mosaic_gpu.on_ptx_machine NAME ...     problems of tests/cases/hopper_forward.py, a line for each
+
+To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
+`kernel_parts.launch`.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+import typing
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.backends import target as targets
+from flexjax.backends.mosaic_gpu import kernel_parts
+from tests.backends.mosaic_gpu import compile_card, ptx_machine
+
+CARD = "sm_80"
+DUMPS = "MOSAIC_GPU_DUMP_TO"
+
+
+class Launch(typing.NamedTuple):
+    """A compiled launch: its PTX, the operands (numbers among inputs and results) that the kernel's parameters point to, CTAs,
+    threads of a CTA, bytes of shared memory.
+    """
+
+    ptx: str
+    parameters: list[int]
+    grid: int
+    threads: int
+    shared: int
+
+
+def compiled(run: Callable, inputs: tuple, name: str) -> Launch:
+    """The launch of the kernel `name` in the program run(*inputs)."""
+    folder = pathlib.Path(os.environ[DUMPS])
+    before = set(folder.glob("*.ptx"))
+    compile_card.compile_for(CARD, run, *inputs)
+    (path,) = (p for p in set(folder.glob("*.ptx")) - before if p.name.startswith(name))
+    log = path.with_suffix(".mlir-passes.log")
+    text = log.read_text()
+    host = text[text.index("IR Dump Before GpuLaunchLoweringPass") :]
+    constants = {n: int(v) for n, v in re.findall(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) :", host)}
+    at = {n: int(v) for n, v in re.findall(r"(%\w+) = llvm\.getelementptr %\w+\[(\d+)\]", host)}
+    loads = {n: at.get(of, 0) for n, of in re.findall(r"(%\w+) = llvm\.load (%\w+)", host)}
+    launch = re.search(
+        r"gpu\.launch_func.*?blocks in \((%\w+), .*?\) threads in \((%\w+), .*?dynamic_shared_memory_size (%\w+) args\((.*?)\)",
+        host,
+    )
+    assert launch
+    parameters = [loads[n] for n in re.findall(r"(%\w+) :", launch[4])]
+    log.unlink()
+    return Launch(path.read_text(), parameters, *(constants[launch[n]] for n in (1, 2, 3)))
+
+
+class Execution(typing.NamedTuple):
+    """How launches are executed: the order of threads and the arrival of copies (ptx_machine.py)."""
+
+    order: str
+    arrival: str
+
+
+@contextlib.contextmanager
+def execute(*modules: typing.Any, how: Execution = Execution("together", "late")) -> Iterator[list[str]]:
+    """A context in which the launches of these modules run on the machine; yields the names of the kernels that ran."""
+    before, ran = [m.launch for m in modules], []
+
+    def launch(kernel: Callable, inputs: tuple, outputs: tuple, scratch: tuple, **options: typing.Any) -> typing.Any:
+        """`kernel_parts.launch`, on the machine."""
+        run = lambda inputs: kernel_parts.launch(kernel, inputs, outputs, scratch, **options)
+        made = compiled(run, (inputs,), options["name"])
+        shapes, structure = jax.tree.flatten(outputs)
+        operands = [np.array(x) for x in jax.tree.leaves(inputs)]
+        operands += [np.full(x.shape, np.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, x.dtype) for x in shapes]
+        used = [operands[n] for n in made.parameters]
+        ptx_machine.run(made.ptx, used, made.grid, made.threads, made.shared, *how)
+        ran.append(options["name"])
+        return jax.tree.unflatten(structure, [jnp.asarray(x) for x in operands[len(operands) - len(shapes) :]])
+
+    for module in modules:
+        module.launch = launch
+    try:
+        yield ran
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.launch = old
+
+
+def outcome(name: str, how: Execution) -> str:
+    """Runs a problem of the forward table; a line that begins with ok or FAIL."""
+    from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
+    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from tests.backends.mosaic_gpu.test_sm80_forward import assert_matches
+    from tests.cases.hopper_forward import FORWARD
+    from tests.cases.on_hopper import forward_problem
+    import dataclasses
+
+    start = time.time()
+    made = forward_problem(**FORWARD[name])
+    plan = dataclasses.replace(made.plan, options=dataclasses.replace(made.plan.options, interpret=False))
+    device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
+    tile = forward_sm80_tiles.forward_tile(plan, CARDS[compile_card.CARDS[CARD].capability])
+    try:
+        with execute(forward_sm80, how=how), targets.as_seen_by_pallas(device):
+            assert_matches(made, forward_sm80.forward(plan, made.operands, tile))
+    except AssertionError as error:
+        return f"FAIL {name}: {str(error)[:600]}"
+    return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
+
+
+def main(names: list[str]) -> int:
+    how = Execution("together", "late")
+    if names and names[0].startswith("--"):
+        how = Execution(*names.pop(0)[2:].split(","))
+    from tests.cases.hopper_forward import FORWARD
+
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[DUMPS] = os.environ.get("KEEP_DUMPS", folder)
+        for name in names or FORWARD:
+            line = outcome(name, how)
+            failed += line.startswith("FAIL")
+            print(line, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
