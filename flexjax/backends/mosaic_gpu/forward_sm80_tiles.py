@@ -39,7 +39,7 @@ class MmaForwardTile:
     head_dim: int
     value_dim: int
     copying: Copying
-    lazy_rescale: bool = False
+    lazy_rescale: bool = True
     reverse_kv: bool = False
     polynomials: int = 0
 

@@ -164,6 +164,7 @@ def _wide(x: Vector, kind: str) -> Vector:
 
 
 INTEGERS = {
+    "u8": np.uint8, "s8": np.int8, "b8": np.uint8,
     "u16": np.uint16, "s16": np.int16, "b16": np.uint16, "u32": np.uint32, "s32": np.int32, "b32": np.uint32,
     "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
 }  # fmt: skip
@@ -444,17 +445,17 @@ class Cta:
             self.set(target, np.full(self.threads, self.memory.starts[place], np.uint64))
             return
         targets = [x.strip() for x in target.strip("{}").split(",")]
-        dtype = np.dtype(INTEGERS.get(name[-1], np.uint32))
+        dtype = np.dtype(INTEGERS[name[-1]])
         addresses = self.address(source)[self.mask]
         data = self.read(addresses, dtype.itemsize * len(targets)).view(dtype)
         for n, one in enumerate(targets):
             value = np.zeros(self.threads, dtype)
             value[self.mask] = data[:, n]
-            self.set(one, value)
+            self.set(one, value.astype({"u8": np.uint16, "b8": np.uint16, "s8": np.int16}.get(name[-1], dtype)))
 
     def _st(self, name: tuple[str, ...], target: str, source: str) -> None:
         sources = [x.strip() for x in source.strip("{}").split(",")]
-        dtype = np.dtype(INTEGERS.get(name[-1], np.uint32))
+        dtype = np.dtype(INTEGERS[name[-1]])
         data = np.stack([self.get(x, dtype)[self.mask] for x in sources], axis=1)
         self.write(self.address(target)[self.mask], np.ascontiguousarray(data).view(np.uint8))
 

@@ -1,0 +1,118 @@
+"""Compiles calls for NVIDIA cards other than Hopper, and the kernels on mma.sync for Hopper, on a machine without a GPU.
+
+    python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
+
+CARD is a key of compile_card.CARDS, ENTRY one of aot.TABLE; all of both by default. A line for each call on each card: ok, refused or
+FAIL, registers, bytes spilled and the instructions counted in its PTX. FAIL: the compilers refuse, the kernel is not there, it lacks an
+instruction that it should have, or it spills more than MOST_SPILLED. A child process for each card, as in aot.py.
+"""
+
+import functools
+import re
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+import flexjax
+from tests.backends import children
+from tests.backends.mosaic_gpu import aot, compile_card
+from tests.bound_case import BoundCase
+from tests.cases import CASES
+
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "XLA_FLAGS": ""}
+FORWARD = "flexjax_forward_mma"
+MMA, CP_ASYNC, TMA = "mma.sync.aligned.m16n8k16", "cp.async.cg.shared.global", "cp.async.bulk.tensor"
+EXPECTED = {card: (MMA, "ldmatrix", CP_ASYNC if float(d.capability) < 9 else TMA) for card, d in compile_card.CARDS.items()}
+"""Card -> instructions that its kernel has."""
+FORBIDDEN = {card: ("wgmma", TMA if float(d.capability) < 9 else CP_ASYNC) for card, d in compile_card.CARDS.items()}
+SAMPLED_CARDS = ("sm_80", "sm_89", "sm_120", "sm_90")
+MOST_SPILLED = 256
+"""Bytes of spills that pass: a few registers before and after the loops of the largest tiles."""
+
+
+def sampled(card: str) -> list[str]:
+    """What a run of CI compiles for a card: every eighth case, others for other cards, each in one dtype."""
+    first = list(compile_card.CARDS).index(card)
+    names = list(CASES)[first::8]
+    return [f"{name}-{aot.DTYPES[zlib.crc32(name.encode()) % len(aot.DTYPES)]}" for name in names]
+
+
+def compile_entry(card: str, entry: str) -> None:
+    """Compiles the forward pass of a call."""
+    name, dtype = aot.TABLE[entry]
+    problem = BoundCase(CASES[name], dtype, "mosaic_gpu")
+    leaves, tree = jax.tree.flatten(problem.arrays())
+    options = flexjax.KernelOptions(instruction="mma")
+    attend, flexjax.flex_attention = (
+        flexjax.flex_attention,
+        functools.partial(flexjax.flex_attention, kernel_options=options),
+    )
+    try:
+        compile_card.compile_for(card, lambda *flat: problem.loss(*jax.tree.unflatten(tree, flat)), *leaves)
+    finally:
+        flexjax.flex_attention = attend
+
+
+def outcome(card: str, entry: str) -> str:
+    """Compiles a call; its line, not yet judged."""
+    start = time.time()
+    try:
+        compile_entry(card, entry)
+    except NotImplementedError as error:
+        return f"refused {entry} {error}"
+    except Exception as error:  # whatever the compilers raise
+        return f"FAIL {entry} {type(error).__name__} " + str(error).replace("\n", " | ")[:600]
+    return f"ok {entry} {time.time() - start:.1f}s"
+
+
+def child(card: str, names: Sequence[str]) -> None:
+    for entry in names:
+        print("begin", entry, flush=True)
+        print(outcome(card, entry), flush=True)
+
+
+def judged(card: str, line: str, said: str) -> str:
+    """The line of a call, with what its compilers said counted; FAIL by the rules of the file's docstring."""
+    if not line.startswith("ok"):
+        return f"{line} on {card}"
+    counts = {name: len(re.findall(rf"\b{re.escape(name)}", said)) for name in (*EXPECTED[card], *FORBIDDEN[card])}
+    spilled = dict(aot.SPILLS.findall(said)).get(FORWARD)
+    registers = re.search(r"Used (\d+) registers", said)
+    wrong = [f"no {n}" for n in EXPECTED[card] if not counts[n]]
+    wrong += [n for n in FORBIDDEN[card] if counts[n]]
+    wrong += ["no forward kernel"] if spilled is None else ["spills"] if int(spilled) > MOST_SPILLED else []
+    text = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    line = f"{line} on {card}: {registers[1] if registers else '?'} registers, {spilled} bytes spilled, {text}"
+    return f"FAIL{line[2:]}: {', '.join(wrong)}" if wrong else line
+
+
+def sweep(card: str, names: Sequence[str]) -> Iterator[str]:
+    """The judged line of each call."""
+    command = lambda left: [sys.executable, "-m", "tests.backends.mosaic_gpu.aot_cards", "--child", card, *left]
+    for line, said in children.sweep(names, command, ENVIRONMENT):
+        yield judged(card, line, "\n".join(said))
+
+
+def main(arguments: list[str]) -> int:
+    """Compiles what the arguments name; returns the exit status."""
+    sample = "--sample" in arguments
+    named = [a for a in arguments if a != "--sample"]
+    cards = [a for a in named if a in compile_card.CARDS] or list(SAMPLED_CARDS if sample else compile_card.CARDS)
+    entries = [a for a in named if a not in compile_card.CARDS]
+    began, count = time.time(), dict.fromkeys(children.KINDS, 0)
+    for card in cards:
+        for line in sweep(card, entries or (sampled(card) if sample else list(aot.TABLE))):
+            count[line.split()[0]] += 1
+            print(line, flush=True)
+    print(*(f"{n} {kind}" for kind, n in count.items()), f"in {time.time() - began:.0f} s", flush=True)
+    return int(count["FAIL"] > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], sys.argv[3:])
+    else:
+        sys.exit(main(sys.argv[1:]))
