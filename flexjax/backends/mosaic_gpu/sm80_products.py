@@ -232,8 +232,11 @@ class Sums:
     @classmethod
     def zero(cls, rows: int, columns: int) -> "Sums":
         """All zero."""
-        zero: Fragment = [mgpu.c(0.0, ir.F32Type.get())] * 4
-        return cls((rows, columns), [[list(zero) for _ in range(columns // 8)] for _ in range(rows // WARPGROUP_ROWS)])
+        zero: ir.Value = mgpu.c(0.0, ir.F32Type.get())
+        values: list[list[Fragment]] = [
+            [[zero, zero, zero, zero] for _ in range(columns // 8)] for _ in range(rows // WARPGROUP_ROWS)
+        ]
+        return cls((rows, columns), values)
 
     @classmethod
     def of(cls, tile: mgpu.FragmentedArray) -> "Sums":
@@ -241,7 +244,7 @@ class Sums:
         rows, columns = tile.shape
         registers = tile.registers.reshape(rows // WARPGROUP_ROWS, columns // 8, 2)
         take = lambda pair: [vectors.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)]
-        values = [
+        values: list[list[Fragment]] = [
             [take(registers[m, n, 0]) + take(registers[m, n, 1]) for n in range(columns // 8)]
             for m in range(rows // WARPGROUP_ROWS)
         ]
