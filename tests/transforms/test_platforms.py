@@ -24,7 +24,8 @@ from tests.arrays import array
 V6E = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 A100 = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
-PLATFORM = {V6E: "tpu", H200: "cuda", A100: "cuda", None: "cpu"}
+V100 = jax.sharding.AbstractDevice(device_kind="Tesla V100-SXM2-16GB", num_cores=80, platform="gpu")
+PLATFORM = {V6E: "tpu", H200: "cuda", A100: "cuda", V100: "cuda", None: "cpu"}
 KERNEL = {V6E: "tpu_custom_call", H200: "mosaic_gpu_v2", A100: "mosaic_gpu_v2", None: "custom_call_of_kernels"}
 
 needs_gpu_kernels = pytest.mark.skipif(
@@ -172,14 +173,18 @@ def test_targets_of_devices() -> None:
         Device("gpu", "NVIDIA H100 PCIe", "9.0", 114): Target("cuda", "NVIDIA H100 PCIe", "9.0", 114),
         Device("gpu", "AMD Instinct MI300X", "gfx942", 304): Target("rocm", "AMD Instinct MI300X", "gfx942", 304),
         H200: Target("cuda", "NVIDIA H200", "9.0", 132),
-        A100: Target("cuda", "NVIDIA A100-SXM4-80GB", None, 108),
+        A100: Target("cuda", "NVIDIA A100-SXM4-80GB", "8.0", 108),
         V6E: Target("tpu", "TPU v6 lite", None, 1),
     }
     for device, target in rows.items():
         assert targets.of_device(device) == target
     for kind in ("NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA H800"):
         assert targets.of_device(Device("gpu", kind)).capability == "9.0"
-    for kind in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA H1000", "NVIDIA A100"):
+    for kind, capability in (("NVIDIA A10G", "8.6"), ("NVIDIA RTX A6000", "8.6"), ("NVIDIA L40S", "8.9"),
+                             ("NVIDIA GeForce RTX 4090", "8.9"), ("NVIDIA RTX 6000 Ada Generation", "8.9"),
+                             ("NVIDIA GeForce RTX 5090", "12.0")):  # fmt: skip
+        assert targets.of_device(Device("gpu", kind)).capability == capability
+    for kind in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA H1000", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 2080"):
         assert targets.of_device(Device("gpu", kind)).capability is None
     assert targets.default() == targets.of_platform("cpu")
     assert targets.of_platform("gpu") == Target("cuda")
@@ -276,16 +281,26 @@ def test_a_warning_that_is_an_error_is_one_again() -> None:
     dispatch._warned.clear()
     for _ in range(2):
         with pytest.raises(FallbackWarning):  # warnings are errors in these tests
-            program(attend(), A100, shape())
+            program(attend(), V100, shape())
+
+
+@needs_gpu_kernels
+def test_an_a100_has_kernels_for_the_forward_pass() -> None:
+    found = said(gradient(), A100, shape())
+    assert [m.split(" for NVIDIA A100-SXM4-80GB. ")[0] for m in found] == [
+        "The backward pass of a call runs on xla, not on the kernels of mosaic_gpu,"
+    ]
+    assert "The GPU kernels on mma.sync have no backward pass." in found[0]
+    assert KERNEL[A100] in program(attend(), A100, shape())
 
 
 def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
-    (a100,) = said(attend(), A100, shape())
+    (v100,) = said(attend(), V100, shape())
     if jax.__version_info__ < (0, 11):
-        assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
-        assert "In such a Python, in a checkout: `pip install -U '.[cuda13]'`." in a100
+        assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in v100
+        assert "In such a Python, in a checkout: `pip install -U '.[cuda13]'`." in v100
     else:
-        assert "the compute capability of NVIDIA A100-SXM4-80GB is not known." in a100
+        assert "the compute capability of Tesla V100-SXM2-16GB is not known." in v100
 
 
 def test_explain_names_who_runs_each_pass() -> None:

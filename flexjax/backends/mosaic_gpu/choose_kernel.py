@@ -302,7 +302,7 @@ def _describe_mma(plan: KernelPlan, card: Card) -> str:
     fits = {1: "one CTA", 2: "two CTAs"}.get(tile.ctas(card), f"{tile.ctas(card)} CTAs")
     return (
         f"mma.sync with {tile.copying} for compute capability {card.capability}: forward {tile.block_q} x {tile.block_kv}, "
-        f"{tile.stages} stages, {fits} on an SM"
+        f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM"
     )
 
 

@@ -25,7 +25,9 @@ from tests.cases import CASES
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "XLA_FLAGS": ""}
 FORWARD = "flexjax_forward_mma"
 MMA, CP_ASYNC, TMA = "mma.sync.aligned.m16n8k16", "cp.async.cg.shared.global", "cp.async.bulk.tensor"
-EXPECTED = {card: (MMA, "ldmatrix", CP_ASYNC if float(d.capability) < 9 else TMA) for card, d in compile_card.CARDS.items()}
+EXPECTED = {
+    card: (MMA, "ldmatrix", CP_ASYNC if float(d.capability) < 9 else TMA) for card, d in compile_card.CARDS.items()
+}
 """Card -> instructions that its kernel has."""
 FORBIDDEN = {card: ("wgmma", TMA if float(d.capability) < 9 else CP_ASYNC) for card, d in compile_card.CARDS.items()}
 SAMPLED_CARDS = ("sm_80", "sm_89", "sm_120", "sm_90")

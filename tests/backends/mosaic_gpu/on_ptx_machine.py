@@ -7,6 +7,7 @@ To be used in a process of its own, because compilers may end it and it compiles
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -70,7 +71,7 @@ class Execution(typing.NamedTuple):
 
 
 @contextlib.contextmanager
-def execute(*modules: typing.Any, how: Execution = Execution("together", "late")) -> Iterator[list[str]]:
+def execute(*modules: typing.Any, how: Execution) -> Iterator[list[str]]:
     """A context in which the launches of these modules run on the machine; yields the names of the kernels that ran."""
     before, ran = [m.launch for m in modules], []
 
@@ -80,7 +81,10 @@ def execute(*modules: typing.Any, how: Execution = Execution("together", "late")
         made = compiled(run, (inputs,), options["name"])
         shapes, structure = jax.tree.flatten(outputs)
         operands = [np.array(x) for x in jax.tree.leaves(inputs)]
-        operands += [np.full(x.shape, np.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, x.dtype) for x in shapes]
+        operands += [
+            np.full(x.shape, np.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, x.dtype)
+            for x in shapes
+        ]
         used = [operands[n] for n in made.parameters]
         ptx_machine.run(made.ptx, used, made.grid, made.threads, made.shared, *how)
         ran.append(options["name"])
@@ -97,12 +101,12 @@ def execute(*modules: typing.Any, how: Execution = Execution("together", "late")
 
 def outcome(name: str, how: Execution) -> str:
     """Runs a problem of the forward table; a line that begins with ok or FAIL."""
+
     from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
     from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
     from tests.backends.mosaic_gpu.test_sm80_forward import assert_matches
     from tests.cases.hopper_forward import FORWARD
     from tests.cases.on_hopper import forward_problem
-    import dataclasses
 
     start = time.time()
     made = forward_problem(**FORWARD[name])

@@ -258,9 +258,13 @@ class Cta:
             raise NotImplementedError(f"operand {operand}")
         if dtype == np.float32:
             return _floats(value)
-        return value if value.dtype == dtype or value.dtype == bool else value.view(np.dtype(dtype)) if (
-            value.dtype.itemsize == np.dtype(dtype).itemsize
-        ) else value.astype(dtype)
+        return (
+            value
+            if value.dtype == dtype or value.dtype == bool
+            else value.view(np.dtype(dtype))
+            if (value.dtype.itemsize == np.dtype(dtype).itemsize)
+            else value.astype(dtype)
+        )
 
     def set(self, operand: str, value: Vector) -> None:
         """Writes a register in the threads of the mask."""
@@ -284,27 +288,28 @@ class Cta:
 
     # ----------------------------------------------------------------- memory
 
-    def read(self, addresses: Vector, size: int) -> Vector:
-        """[n, size] bytes at n addresses."""
+    def place(self, addresses: Vector, size: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """(a memory, [n, size] places in it) of so many bytes from each of n addresses."""
         places = addresses[:, None] + np.arange(size)
         if (addresses < FIRST_ADDRESS).all():
-            assert (places >= SHARED_BASE).all() and (places < len(self.shared)).all(), "read outside of shared memory"
-            return self.shared[places]
+            inside = (places >= SHARED_BASE) & (places < len(self.shared))
+            assert inside.all(), f"{what} outside of shared memory"
+            return self.shared, places
         places = places - FIRST_ADDRESS
-        assert (places >= 0).all() and (places < len(self.memory.data)).all(), "read outside of all arrays"
-        assert self.memory.exists[places].all(), "read outside of the arrays"
-        return self.memory.data[places]
+        inside = (places >= 0) & (places < len(self.memory.data))
+        assert inside.all(), f"{what} outside of the arrays"
+        assert self.memory.exists[places].all(), f"{what} outside of the arrays"
+        return self.memory.data, places
+
+    def read(self, addresses: Vector, size: int) -> Vector:
+        """[n, size] bytes at n addresses."""
+        memory, places = self.place(addresses, size, "read")
+        return memory[places]
 
     def write(self, addresses: Vector, data: np.ndarray) -> None:
         """Writes [n, size] bytes at n addresses."""
-        places = addresses[:, None] + np.arange(data.shape[1])
-        if (addresses < FIRST_ADDRESS).all():
-            assert (places >= SHARED_BASE).all() and (places < len(self.shared)).all(), "write outside of shared memory"
-            self.shared[places] = data
-            return
-        places = places - FIRST_ADDRESS
-        assert (places >= 0).all() and self.memory.exists[places].all(), "write outside of the arrays"
-        self.memory.data[places] = data
+        memory, places = self.place(addresses, data.shape[1], "write")
+        memory[places] = data
 
     def _land(self, due: Callable[[Copy], Vector]) -> None:
         """Lets copies arrive in the threads of `due`."""
@@ -382,7 +387,9 @@ class Cta:
 
     def _mov(self, name: tuple[str, ...], target: str, source: str) -> None:
         if source.startswith("{"):
-            low, high = (self.get(x.strip(), np.uint16 if name[1] == "b32" else np.uint32) for x in source[1:-1].split(","))
+            low, high = (
+                self.get(x.strip(), np.uint16 if name[1] == "b32" else np.uint32) for x in source[1:-1].split(",")
+            )
             whole = np.uint32 if name[1] == "b32" else np.uint64
             shift = np.array(16 if name[1] == "b32" else 32, whole)
             self.set(target, low.astype(whole) | high.astype(whole) << shift)
@@ -431,7 +438,9 @@ class Cta:
                 self.set(target, value.astype(np.float32))
             else:
                 info = np.iinfo(INTEGERS[to])
-                self.set(target, np.clip(np.nan_to_num(value), info.min, info.max).astype(np.int64).astype(INTEGERS[to]))
+                self.set(
+                    target, np.clip(np.nan_to_num(value), info.min, info.max).astype(np.int64).astype(INTEGERS[to])
+                )
         else:
             self.set(target, self.get(sources[0], INTEGERS[of]).astype(INTEGERS[to]))
 

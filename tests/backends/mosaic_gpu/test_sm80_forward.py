@@ -42,3 +42,24 @@ QUICK = ("documents", "odd lengths and dims")
 def test_matches_dense(name: str) -> None:
     made = forward_problem(**FORWARD[name])
     assert_matches(made, run(made))
+
+
+BOTH_WAYS = [
+    ("12.0", "documents", {}),
+    ("12.0", "odd lengths and dims", {"groups": 2}),
+    ("8.0", "causal, two batches, grouped heads", {"groups": 2, "stages": 2}),
+    ("8.0", "blocks of 256, odd", {"stages": 3, "block_kv": 32}),
+    ("8.9", "wide head", {}),
+    ("9.0", "dead rows", {"rows": 64, "groups": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "fields"),
+    some_slow([(c, n, tuple(f.items())) for c, n, f in BOTH_WAYS], [("12.0", "documents", ())]),
+)
+def test_both_ways_of_copying(card: str, name: str, fields: tuple, races: list) -> None:
+    """TMA and cp.async, one and two warpgroups, rings of several lengths; conftest.py looks for races."""
+    made = forward_problem(**FORWARD[name])
+    assert_matches(made, run(made, card, **dict(fields)))
+    assert len(races) == 1

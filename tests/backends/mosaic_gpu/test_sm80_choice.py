@@ -1,0 +1,137 @@
+"""Which cards run the kernels on mma.sync, with which tiles, and what is refused; nothing here compiles."""
+
+import dataclasses
+import itertools
+import typing
+
+import jax
+import pytest
+
+import flexjax
+from flexjax.backends.mosaic_gpu import choose_kernel, forward_sm80_tiles, support
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+from flexjax.backends.target import Target
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
+from flexjax.types import KernelOptions
+
+JAX = (0, 11, 2)
+A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", "8.0", 108)
+L40S = Target("cuda", "NVIDIA L40S", "8.9", 142)
+H200 = Target("cuda", "NVIDIA H200", "9.0", 132)
+RTX = Target("cuda", "NVIDIA GeForce RTX 5090", "12.0", 170)
+B200 = Target("cuda", "NVIDIA B200", "10.0", 148)
+KERNELS = "The GPU kernels are for compute capability 8.0, 8.6, 8.7, 8.9, 9.0, 12.0, 12.1"
+
+
+def plan(
+    dim: int = 128, dtype: str = "bfloat16", block: int | None = None, q_len: int = 8192, **options: typing.Any
+) -> KernelPlan:
+    """Attention over 8192 keys."""
+    return KernelPlan(
+        *(2, 16, 16, q_len, 8192, dim, dim, dtype, "BTNH", dim**-0.5),
+        blocks=None if block is None else BlockLayout(1, 1, block, block, 1, 32, 1, 32),
+        options=KernelOptions(**options),
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "capability"),
+    [
+        (A100, {}, "8.0"), (L40S, {}, "8.9"), (RTX, {}, "12.0"), (H200, {}, None), (None, {}, None),
+        (H200, {"instruction": "mma"}, "9.0"), (A100, {"instruction": "mma"}, "8.0"), (None, {"instruction": "mma"}, "9.0"),
+        (A100, {"interpret": True}, None), (A100, {"interpret": True, "instruction": "mma"}, "9.0"),
+    ],
+)  # fmt: skip
+def test_the_card_of_a_target(target: Target | None, options: dict[str, typing.Any], capability: str | None) -> None:
+    card = choose_kernel.mma_card(target, KernelOptions(**options))
+    assert (card and card.capability) == capability
+    assert support.refuses(plan(**options), target, JAX) is None
+
+
+TILES = {
+    ("8.0", 64): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 2 stages, two CTAs on an SM",
+    ("8.0", 128): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 1 stage, two CTAs on an SM",
+    ("8.0", 256): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 1 stage, one CTA on an SM",
+    ("8.9", 64): "mma.sync with cp.async for compute capability 8.9: forward 128 x 64, 2 stages, two CTAs on an SM",
+    ("8.9", 128): "mma.sync with cp.async for compute capability 8.9: forward 128 x 32, 1 stage, two CTAs on an SM",
+    ("8.9", 256): "mma.sync with cp.async for compute capability 8.9: forward 128 x 32, 1 stage, one CTA on an SM",
+    ("9.0", 128): "mma.sync with tma for compute capability 9.0: forward 128 x 64, 2 stages, two CTAs on an SM",
+    ("12.0", 128): "mma.sync with tma for compute capability 12.0: forward 128 x 32, 1 stage, two CTAs on an SM",
+}
+
+
+@pytest.mark.parametrize(("capability", "dim"), TILES)
+def test_explain_names_the_card_and_the_tile(capability: str, dim: int) -> None:
+    target = Target("cuda", "some GPU", capability, 100)
+    made = plan(dim, instruction="mma")
+    assert support.BACKEND.schedule(made, target) == TILES[capability, dim]
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_a_tile_fits_every_card(capability: str) -> None:
+    card = CARDS[capability]
+    for dim, block in itertools.product((1, 64, 96, 128, 192, 256), (None, 64, 128)):
+        found = forward_sm80_tiles.forward_candidates(plan(dim, block=block), card)
+        assert found
+        for tile in found:
+            assert tile.ctas(card) >= 1
+            assert block is None or (block % tile.block_q == 0 and block % tile.block_kv == 0)
+
+
+@pytest.mark.parametrize("target", [A100, RTX])
+def test_options_choose_among_the_tiles(target: Target) -> None:
+    found = support.BACKEND.tile_candidates(plan(64), target)
+    assert len(found) == len({tuple(x.items()) for x in found}) > 4
+    for options in found:
+        made = plan(64, **options)
+        assert support.refuses(made, target, JAX) is None
+        card = choose_kernel.mma_card(target, made.options)
+        assert card is not None
+        tile = forward_sm80_tiles.forward_tile(made, card)
+        assert {"block_q": tile.block_q, "block_kv": tile.block_kv, "num_stages": tile.stages} == options
+
+
+REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
+    "B200": (B200, {}, f"{KERNELS}; NVIDIA B200 has 10.0."),
+    "B200, mma.sync": (B200, {"instruction": "mma"}, f"{KERNELS}; NVIDIA B200 has 10.0."),
+    "V100": (Target("cuda", "Tesla V100", "7.0", 80), {}, f"{KERNELS}; Tesla V100 has 7.0."),
+    "unknown": (Target("cuda", "some GPU"), {}, f"{KERNELS}; the compute capability of some GPU is not known."),
+    "float32": (A100, {"dtype": "float32"}, "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."),
+    "split": (A100, {"split": 256}, "The GPU kernels on mma.sync do not split the keys (kernel_options.split=256)."),
+    "tile": (
+        L40S, {"block_q": 192, "num_stages": 2},
+        "No tile fits head dims 128 and 128 on compute capability 8.9 with block_q=192, num_stages=2: the GPU kernels on mma.sync "
+        "take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the mask's blocks.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    target, options, sentence = REFUSED[name]
+    assert support.refuses(plan(**options), target, JAX) == sentence
+
+
+def test_keys_in_pages_are_refused() -> None:
+    made = dataclasses.replace(plan(q_len=1), page=64, lengths=(False, True))
+    assert support.refuses(made, A100, JAX) == "The GPU kernels on mma.sync do not read keys in pages."
+
+
+def test_the_backward_pass_goes_to_xla() -> None:
+    made, wanted = plan(), Wanted(True, True, True, False, False, False, ())
+    assert (
+        support.BACKEND.refuses_backward(made, A100, wanted, None)
+        == "The GPU kernels on mma.sync have no backward pass."
+    )
+    assert support.BACKEND.refuses_backward(made, H200, wanted, None) is None
+
+
+@pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])
+def test_other_backends_refuse_the_instruction(name: str) -> None:
+    q = jax.numpy.ones((1, 8, 1, 16), "bfloat16")
+    with pytest.raises(NotImplementedError) as error:
+        flexjax.flex_attention(q, q, q, implementation=name, kernel_options=KernelOptions(instruction="mma"))
+    assert (
+        f"{name}: kernel_options.instruction='mma' is for the kernels of mosaic_gpu; {name} has no such choice."
+        in str(error.value)
+    )
