@@ -20,6 +20,7 @@ keeps between steps.
 
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Callable, Sequence
 
