@@ -31,6 +31,29 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float16")
 IMPLEMENTATION = "mosaic_gpu"
+INSTRUCTION, COPYING = "CHECK_INSTRUCTION", "CHECK_COPYING"
+"""Variables by which workers learn `--instruction` and `--copying`."""
+
+
+def apply_environment() -> None:
+    """Makes every call of this process ask for the instruction of the environment, and its kernels on mma.sync copy as it says."""
+    import flexjax
+
+    instruction, copying = os.environ.get(INSTRUCTION), os.environ.get(COPYING)
+    if copying:
+        from flexjax.backends.mosaic_gpu import sm80_cards
+
+        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=copying)
+    if instruction:
+        attend = flexjax.flex_attention
+
+        @functools.wraps(attend)
+        def asking(*arrays: Any, kernel_options: Any = None, **options: Any) -> Any:
+            """flex_attention with the instruction among its options."""
+            asked = dataclasses.replace(kernel_options or flexjax.KernelOptions(), instruction=instruction)
+            return attend(*arrays, kernel_options=asked, **options)
+
+        flexjax.flex_attention = asking
 
 
 # ------------------------------------------------------------------------------------------ the tasks
@@ -389,6 +412,7 @@ def worker(tasks: list[Task], first_seed: int, until: float) -> None:
 
     import jax
 
+    apply_environment()
     for i, task in enumerate(everything()):
         if time.time() > until:
             break
@@ -510,8 +534,13 @@ def main() -> int:
     parser.add_argument("--json", help="write every verdict there")
     parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
+    parser.add_argument("--instruction", choices=("mma",), help="KernelOptions(instruction=) of every call")
+    parser.add_argument("--copying", choices=("cp.async", "tma"), help="how the kernels on mma.sync copy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name, value in ((INSTRUCTION, args.instruction), (COPYING, args.copying)):
+        if value:
+            os.environ[name] = value
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.worker:
         with open(args.worker) as file:
@@ -519,6 +548,7 @@ def main() -> int:
         worker([tuple(t) for t in job["tasks"]], job["seed"], job["until"])
         return 0
     if args.soak_seed is not None:
+        apply_environment()
         print(random_problem(args.soak_seed))
         print(soak(args.soak_seed))
         return 0
