@@ -285,12 +285,8 @@ def test_a_warning_that_is_an_error_is_one_again() -> None:
 
 
 @needs_gpu_kernels
-def test_an_a100_has_kernels_for_the_forward_pass() -> None:
-    found = said(gradient(), A100, shape())
-    assert [m.split(" for NVIDIA A100-SXM4-80GB. ")[0] for m in found] == [
-        "The backward pass of a call runs on xla, not on the kernels of mosaic_gpu,"
-    ]
-    assert "The GPU kernels on mma.sync have no backward pass." in found[0]
+def test_an_a100_has_kernels() -> None:
+    assert said(gradient(), A100, shape()) == []
     assert KERNEL[A100] in program(attend(), A100, shape())
 
 

@@ -26,6 +26,7 @@ from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
 
@@ -65,6 +66,27 @@ def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
         elif want_keys and isinstance(dkv, DkvTiles):
             d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv(*main, by_key, captures, dkv, bias))
 
+    captured = captured_gradients(joined_plan, operands, tokens, wanted, derivative, bias, direct)
+    return gradients_of(plan, operands, stats, wanted, d_query, d_key, d_value, captured)
+
+
+def gradients_of(
+    plan: KernelPlan,
+    operands: Operands,
+    stats: jax.Array,
+    wanted: Wanted,
+    d_query: jax.Array | None,
+    d_key: jax.Array | None,
+    d_value: jax.Array | None,
+    captured: tuple[jax.Array | None, ...],
+) -> Gradients:
+    """The gradients of a call from what its kernels computed: cut to the sizes of the call, with extra features of their own, and that
+    of the sinks.
+
+    stats                     row statistics (row_statistics.py)
+    d_query, d_key, d_value   padded, with extra features in the head dim; None for those that are not wanted
+    captured                  of the captured arrays of score_mod
+    """
     d_query, d_query_extra = _split_extra(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split_extra(plan, d_key, plan.kv_len)
     if d_key_extra is not None:
@@ -76,7 +98,7 @@ def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(plan, operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
-        score_captures=_capture_gradients(joined_plan, operands, tokens, wanted, derivative, bias, direct),
+        score_captures=captured,
     )
 
 
@@ -94,7 +116,7 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
     return -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
-def _capture_gradients(
+def captured_gradients(
     plan: KernelPlan,
     operands: Operands,
     tokens: common.Tokens[jax.Array],
@@ -102,6 +124,7 @@ def _capture_gradients(
     derivative: ir.Program | None,
     bias: DenseBiasPlan,
     direct: dict[int, jax.Array],
+    card: Card | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture
     kernel, which runs only if such arrays are wanted.
@@ -110,6 +133,7 @@ def _capture_gradients(
     tokens   padded arrays over tokens
     bias     says which array is staged
     direct   gradients that the dQ kernel wrote, by the number of the captured array
+    card     whose mma.sync kernels run; None: those for Hopper do
 
     None for what is not wanted, and for every array without a score_mod.
     """
@@ -118,7 +142,7 @@ def _capture_gradients(
         return tuple(direct.get(n) for n in range(len(operands.score_captures)))
     from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
 
-    summed = capture_gradients(plan, operands, tokens, left, derivative, bias)
+    summed = capture_gradients(plan, operands, tokens, left, derivative, bias, card)
     return tuple(direct.get(n, found) for n, found in enumerate(summed))
 
 

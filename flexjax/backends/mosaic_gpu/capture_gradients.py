@@ -31,6 +31,7 @@ its read of a captured array. The number of a load counts the loads of arrays wi
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -59,10 +60,12 @@ from flexjax.backends.mosaic_gpu.capture_scatter import (
     join_windows,
     positions_differ_by_entry,
 )
+from flexjax.backends.mosaic_gpu.capture_sm80 import launch_mma
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, fits_one_slot, warpgroups_for
 from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -78,6 +81,7 @@ def capture_gradients(
     wanted: tuple[bool, ...],
     derivative: ir.Program,
     bias: DenseBiasPlan,
+    card: Card | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each wanted captured array of score_mod, in its shape and dtype; None for the others.
 
@@ -87,6 +91,7 @@ def capture_gradients(
     wanted       for each captured array: whether its gradient is asked for
     derivative   score_mod with its derivatives
     bias         which array is staged through shared memory
+    card         whose mma.sync kernel runs; None: the kernel for Hopper does
 
     The kernel runs for each load of a wanted array by which the score's derivative is not the constant 0, and sums of
     several loads of an array are added in float32. An array without such a load has gradient 0.
@@ -101,10 +106,10 @@ def capture_gradients(
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
         if _kernel_scatters(plan, load):
-            found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias)
+            found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias, card)
             totals[load.capture] = total + found.reshape(total.shape)
         else:
-            sums = _load_sums(plan, operands, tokens, captures, derivative, load_number, bias)
+            sums = _load_sums(plan, operands, tokens, captures, derivative, load_number, bias, card)
             totals[load.capture] = add_at(plan, operands, derivative, load, sums, total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
@@ -175,12 +180,13 @@ def _load_sums(
     derivative: ir.Program,
     load_number: int,
     bias: DenseBiasPlan,
+    card: Card | None,
 ) -> jax.Array:
     """The sums of g for one load: [b, h, ...] float32 (or `_sum_type`).
 
     tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
     load_number        of the load among `gradient_loads(derivative)`
-    bias               which array is staged
+    bias, card         which array is staged; whose mma.sync kernel runs
 
     b and h are 1 where the load does not depend on them (`_shared`: under an origin, positions may depend on b). "..."
     is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal and (T, S) for a tile load,
@@ -191,11 +197,10 @@ def _load_sums(
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
-        kernel = CaptureKernel(
-            plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(plan, derivative, load_number)
-        )
-        return kernel.run(tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
-    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS)
+        sum_type = _sum_type(plan, derivative, load_number)
+        kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.MATRIX, sum_type, card)
+        return _run(kernel, tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS, card=card)
     sums = _summed(kernel, tokens, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
     if kind == ir.SCALAR:
@@ -231,7 +236,7 @@ def _summed(
         part   `head`, `begin` and `count` of these lists (`TileLists`)
         """
         head, begin, count = part
-        sums = kernel.run(tokens, lists._replace(head=head, begin=begin, count=count), captures)
+        sums = _run(kernel, tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
         return sums.sum({ir.SCALAR: (1, 2), ir.ROW: 2, ir.COLUMN: 1}[kernel.shape.kind])
@@ -245,6 +250,18 @@ def _summed(
     split = tuple(jnp.pad(x, (0, runs * each - count)).reshape(runs, each) for x in parts)
     sums = lax.map(reduced, split)
     return sums.reshape(runs * each, *sums.shape[2:])[:count]
+
+
+def _run(
+    kernel: CaptureKernel,
+    tokens: Tokens[jax.Array],
+    lists: TileLists[jax.Array],
+    captures: Captures[jax.Array],
+    total: jax.Array | None = None,
+) -> jax.Array:
+    """`CaptureKernel.run` with the kernel of the card, or with the one for Hopper."""
+    execute = kernel.launch_hopper if kernel.card is None else functools.partial(launch_mma, kernel, kernel.card)
+    return kernel.run(execute, tokens, lists, captures, total)
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
@@ -270,6 +287,7 @@ def _scattered(
     derivative: ir.Program,
     load_number: int,
     bias: DenseBiasPlan,
+    card: Card | None,
 ) -> jax.Array:
     """The gradient of the array of one load that `_kernel_scatters`: float32, one number for each element of the array
     in row-major order.
@@ -280,7 +298,7 @@ def _scattered(
     diagonal in registers before it adds them. A total that is not finite makes every element NaN.
 
     load_number   of the load among `gradient_loads(derivative)`
-    bias          says which captured array the kernel stages in shared memory
+    bias, card    which captured array is staged in shared memory; whose mma.sync kernel runs
     """
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     whole = whole_tiles(plan, tile) if ir.classify_load(load).kind == ir.DIAGONAL else None
@@ -291,10 +309,10 @@ def _scattered(
     total = _largest_total(plan, tokens, derivative, load_number)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
-        kernel = CaptureKernel(plan, derivative, load_number, everything, bias, Sink.MAGNITUDES)
+        kernel = CaptureKernel(plan, derivative, load_number, everything, bias, Sink.MAGNITUDES, card=card)
         total = _summed(kernel, tokens, tile_lists(plan, operands.lists, everything), captures).sum()
-    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SCATTER)
-    return kernel.run(tokens, lists, captures, total)
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SCATTER, card=card)
+    return _run(kernel, tokens, lists, captures, total)
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:

@@ -19,6 +19,7 @@ import dataclasses
 import enum
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,14 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
-from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
+from flexjax.backends.mosaic_gpu.capture_tiles import (
+    ROWS,
+    RingDepths,
+    Scratch,
+    capture_scratch,
+    keys_of_part,
+    ring_depths,
+)
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts
@@ -41,6 +49,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
@@ -106,6 +115,7 @@ class CaptureKernel:
     bias          which captured array is staged
     sink          what happens to g
     dtype         of what the kernel writes for SUMS and MATRIX
+    card          whose mma.sync kernel runs (capture_sm80.py); None: the kernel for Hopper does
     """
 
     plan: KernelPlan
@@ -115,11 +125,22 @@ class CaptureKernel:
     bias: DenseBiasPlan
     sink: Sink
     dtype: jax.typing.DTypeLike = jnp.float32
+    card: Card | None = None
 
     @property
     def groups(self) -> int:
-        """Number of computing warpgroups, and of parts of 64 keys in a tile."""
+        """Number of computing warpgroups."""
         return self.shape.tile // ROWS
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of a part of a tile."""
+        return ROWS if self.card is None else keys_of_part(self.plan)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a tile."""
+        return self.shape.tile // self.part_keys
 
     @property
     def load(self) -> ir.Load:
@@ -145,9 +166,9 @@ class CaptureKernel:
 
     @property
     def math(self) -> TileMath:
-        """The TileMath of this kernel: P and d mod / d load of [64, 64] parts of a tile, with queries as rows."""
-        tile = self.shape.tile
-        return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), loads_only=(self.load_number,))
+        """The TileMath of this kernel: P and d mod / d load of [ROWS, part_keys] parts of a tile, with queries as rows."""
+        tile, part = self.shape.tile, (ROWS, self.part_keys)
+        return TileMath(self.plan, self.derivative, part, "q", (tile, tile), loads_only=(self.load_number,))
 
     # ------------------------------------------------------------- tile coordinates
 
@@ -246,6 +267,7 @@ class CaptureKernel:
 
     def run(
         self,
+        execute: Callable[[Inputs[jax.Array]], Outputs[jax.Array]],
         tokens: Tokens[jax.Array],
         lists: TileLists[jax.Array],
         captures: Captures[jax.Array],
@@ -254,6 +276,7 @@ class CaptureKernel:
         """Runs the kernel: the sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat,
         in float32. For MATRIX every list writes its tile, so the matrix has zeros where lists are empty.
 
+        execute                   launches the kernel: `launch_hopper`, or that of capture_sm80.py
         tokens, lists, captures   what the kernel reads
         total                     for SCATTER: a bound from above of the sum of all |g|; not read for the others
         """
@@ -261,20 +284,20 @@ class CaptureKernel:
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
         inputs = Inputs(tokens, lists, order, captures)
         if not scatter:
-            (sums,) = self._launch(inputs)
+            (sums,) = execute(inputs)
             assert sums is not None
             return sums
         assert total is not None
         inputs = inputs._replace(factor=fixed_point.scale(total).reshape(1))
         if simulated:
-            (sums,) = self._launch(inputs)
+            (sums,) = execute(inputs)
             assert sums is not None
             return sums.sum((0, 1))
         words = jax.new_ref(jnp.zeros((self.size, 2), jnp.uint32))
-        self._launch(inputs._replace(words=typing.cast(jax.Array, words)))
+        execute(inputs._replace(words=typing.cast(jax.Array, words)))
         return fixed_point.decoded(jax.freeze(words), total)
 
-    def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
+    def launch_hopper(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
         """Launches the kernel with one CTA for each list, the longest lists first; returns what the kernel wrote:
         `sums` is None for SCATTER on the device, which adds to `inputs.words`. The array of `bias` is staged where
         `ring_depths` finds room.
@@ -291,17 +314,16 @@ class CaptureKernel:
             group = lax.axis_index("wg")
             list_number = inputs.order[lax.axis_index("program")]
             steps = self.steps(inputs.lists, list_number)
-            cta = _Cta(self.math, self, rings, staging, inputs, outputs, scratch, list_number, steps)
+            cta = _Cta(self.math, ListCta(self, inputs, outputs, list_number, steps), rings, staging, scratch)
             partial_sums.begin(scratch.exchange, cta.interpret)
             when(group < self.groups)(lambda: cta.compute(group))
             when(group == self.groups)(cta.copy)
             partial_sums.end(scratch.exchange, cta.interpret)
 
-        shape = self._output_shape(inputs.lists.count.shape[0])
         return launch(
             kernel,
             inputs,
-            Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, tokens.query)),
+            self.output(inputs),
             capture_scratch(self.groups, rings, dims, dtype, bias.staged, parts, ctas, plan.options.interpret),
             name="flexjax_capture_gradient",
             programs=inputs.lists.count.shape[0],
@@ -309,6 +331,11 @@ class CaptureKernel:
             interpret=plan.options.interpret,
             ctas=ctas,
         )
+
+    def output(self, inputs: Inputs[jax.Array]) -> Outputs:
+        """What the kernel writes, for `kernel_parts.launch`."""
+        shape = self._output_shape(inputs.lists.count.shape[0])
+        return Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, inputs.tokens.query))
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
         """The shape of `Outputs.sums` for `lists` lists; None for SCATTER on the device, which adds to `Inputs.words`
@@ -323,33 +350,123 @@ class CaptureKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta(TileCta):
-    """One CTA inside the kernel: it works through the list `list_number`, which has `steps` visits.
+class ListCta:
+    """One CTA inside the kernel of either family: it works through the list `list_number`, which has `steps` visits.
 
-    math                       how P and d mod / d load of a part of a tile are computed
-    kernel                     what is known at compile time
-    rings                      ring depths
-    staging                    of a pair bias; None: none is staged
-    inputs, outputs, scratch   Refs to operands, results and shared memory
+    kernel            what is known at compile time
+    inputs, outputs   Refs to operands and results
     """
 
     kernel: CaptureKernel
-    rings: RingDepths
-    staging: Staging | None
     inputs: Inputs[Ref]
     outputs: Outputs[Ref]
-    scratch: Scratch[Ref]
     list_number: Scalar
     steps: Scalar
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return self.kernel.plan.options.interpret
+
+    def visit(self, i: Scalar | int) -> Visit:
+        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
+        return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
+
+    def clear(self, group: Scalar | int) -> None:
+        """For SCATTER in the simulator: zeros in the array of warpgroup `group`."""
+        if self.kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
+            self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((self.kernel.size,), jnp.float32)
+
+    def statistics(self, visit: Visit, group: Scalar | int) -> tuple[jax.Array, jax.Array]:
+        """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
+        b, h, q0, _ = self.kernel.corner(visit)
+        own = pl.ds(q0 + group * ROWS, ROWS)
+        stats = self.inputs.tokens.stats
+        read = lambda n: kernel_parts.load(stats.at[b, h, n, own], common.ALONG_ROWS, optimized=False)
+        return read(0), read(1)
+
+    def scatter(
+        self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar | int
+    ) -> None:
+        """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the
+        simulator in float32 to the warpgroup's own array in `Outputs.sums`.
+
+        b, h      batch entry and query head
+        row0      first query of the tile of the CTA
+        column0   first key of the part
+        value     [ROWS, part_keys] float32, g of the warpgroup's queries and the part's keys
+        group     number of the warpgroup, whose queries begin at row0 + group * ROWS
+        """
+        if self.inputs.words is not None:
+            sums = self.inputs.words
+        else:
+            assert self.outputs.sums is not None
+            sums = self.outputs.sums.at[self.list_number, group]
+        assert self.inputs.factor is not None
+        indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0 + group * ROWS, column0)
+        fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
+
+    def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar | int) -> None:
+        """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype, or for SCATTER adds
+        those of a diagonal to the array, unless the list is empty.
+
+        sums   [ROWS, part_keys] float32 for each part of the tiles, or one such sum for all parts
+        zero   [ROWS, part_keys] zeros, written for the other parts where there is one sum for all
+        """
+        kernel, shape = self.kernel, self.kernel.shape
+        for part in range(kernel.parts):
+            keys = pl.ds(part * kernel.part_keys, kernel.part_keys)
+            total = zero if kernel.sums_over_keys and part else sums[part]
+            if kernel.sink is Sink.SCATTER:
+
+                @when(self.steps > 0)
+                def scatter_part(part: int = part, total: jax.Array = total) -> None:
+                    """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
+                    if shape.whole is None:
+                        q0, kv0 = kernel.first_on_diagonal(self.list_number)
+                    else:
+                        _, _, q0, kv0 = kernel.corner(self.visit(0))
+                    b, h = kernel.head(self.inputs.lists.head[self.list_number])
+                    self.scatter(b, h, q0, kv0 + part * kernel.part_keys, total, group)
+
+                continue
+            assert self.outputs.sums is not None
+            out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS), keys]
+            if kernel.sink is Sink.MATRIX:
+                head, at = _quotient_and_remainder(self.list_number, shape.rows * shape.columns)
+                b, h = _quotient_and_remainder(head, shape.heads)
+                row, column = _quotient_and_remainder(at, shape.columns)
+                rows = pl.ds(row * shape.tile + group * ROWS, ROWS)
+                keys = pl.ds(column * shape.tile + part * kernel.part_keys, kernel.part_keys)
+                out = self.outputs.sums.at[b, h, rows, keys]
+            out[...] = total.astype(kernel.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta(TileCta):
+    """One CTA inside the kernel for Hopper.
+
+    math      how P and d mod / d load of a part of a tile are computed
+    list      the list that it works through
+    rings     ring depths
+    staging   of a pair bias; None: none is staged
+    scratch   Refs to shared memory
+    """
+
+    list: ListCta
+    rings: RingDepths
+    staging: Staging | None
+    scratch: Scratch[Ref]
+
+    @property
+    def kernel(self) -> CaptureKernel:
+        """What is known at compile time."""
+        return self.list.kernel
 
     @property
     def writes(self) -> Scalar | bool:
         """Whether this CTA writes the sums, which both CTAs of a cluster know: the first does."""
         return partial_sums.first_cta(self.scratch.exchange)
-
-    def visit(self, i: Scalar | int) -> Visit:
-        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
-        return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     # ------------------------------------------------------------- computing warpgroups
 
@@ -363,29 +480,14 @@ class _Cta(TileCta):
         """
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
-        if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
-            own_sums = self.outputs.sums.at[self.list_number, group]
-
-            @when(self.writes)
-            def zero_sums() -> None:
-                """Zeroes the array of the warpgroup, in the simulator alone."""
-                own_sums[...] = jnp.zeros((kernel.size,), jnp.float32)
-
+        when(self.writes)(functools.partial(self.list.clear, group))
         zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
-        first = self.visit(0)
+        first = self.list.visit(0)
         accumulators = 0 if kernel.scatters_each_tile else 1 if kernel.sums_over_keys else kernel.groups
-        begin = Carry((zero,) * accumulators, first, self.visit(1), self.statistics(first, group))
-        found = lax.fori_loop(0, self.steps, functools.partial(self.step, group=group), begin)
+        begin = Carry((zero,) * accumulators, first, self.list.visit(1), self.list.statistics(first, group))
+        found = lax.fori_loop(0, self.list.steps, functools.partial(self.step, group=group), begin)
         if not kernel.scatters_each_tile:
-            when(self.writes)(functools.partial(self.write, found.sums, zero, group))
-
-    def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
-        """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
-        b, h, q0, _ = self.kernel.corner(visit)
-        own = pl.ds(q0 + group * ROWS, ROWS)
-        stats = self.inputs.tokens.stats
-        read = lambda n: kernel_parts.load(stats.at[b, h, n, own], common.ALONG_ROWS, optimized=False)
-        return read(0), read(1)
+            when(self.writes)(functools.partial(self.list.write, found.sums, zero, group))
 
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
         """Makes the i-th visit: computes g of all parts of the tile and adds it to the sums in registers (|g| for
@@ -399,12 +501,12 @@ class _Cta(TileCta):
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
         sums, now, upcoming, (lse2, delta) = carry
         later, upcoming_statistics = (
-            self.visit(i + 2),
-            self.statistics(upcoming, group),
+            self.list.visit(i + 2),
+            self.list.statistics(upcoming, group),
         )  # loads for the next steps, issued early
         b, h, q0, kv0 = kernel.corner(now)
         masked = (now.code & 1) == 1
-        rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.inputs.captures)
+        rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.list.inputs.captures)
         q_slot = common.slot_of(i, rings.queries)
         here = pl.ds(common.not_hoisted(group, self.interpret) * ROWS, ROWS)
         new = list(sums)
@@ -419,7 +521,7 @@ class _Cta(TileCta):
             cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
             g = self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS))
             if kernel.scatters_each_tile:
-                when(self.writes)(functools.partial(self.scatter, b, h, q0, kv0 + part * ROWS, g, group))
+                when(self.writes)(functools.partial(self.list.scatter, b, h, q0, kv0 + part * ROWS, g, group))
                 continue
             at = 0 if kernel.sums_over_keys else part
             new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
@@ -458,58 +560,6 @@ class _Cta(TileCta):
         delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
         return found.load_cotangent(factor, rounded, dp, delta)
 
-    def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
-        """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the
-        simulator in float32 to the warpgroup's own array in `Outputs.sums`.
-
-        b, h      batch entry and query head
-        row0      first query of the tile of the CTA
-        column0   first key of the part
-        value     [ROWS, ROWS] float32, g of the warpgroup's queries and the part's keys
-        group     number of the warpgroup, whose queries begin at row0 + group * ROWS
-        """
-        if self.inputs.words is not None:
-            sums = self.inputs.words
-        else:
-            assert self.outputs.sums is not None
-            sums = self.outputs.sums.at[self.list_number, group]
-        assert self.inputs.factor is not None
-        indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0 + group * ROWS, column0)
-        fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
-
-    def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
-        """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype, or for SCATTER adds
-        those of a diagonal to the array, unless the list is empty.
-
-        sums   [ROWS, ROWS] float32 for each part of the tiles, or one such sum for all parts
-        zero   [ROWS, ROWS] zeros, written for the other parts where there is one sum for all
-        """
-        kernel, shape = self.kernel, self.kernel.shape
-        for part in range(kernel.groups):
-            total = zero if kernel.sums_over_keys and part else sums[part]
-            if kernel.sink is Sink.SCATTER:
-
-                @when(self.steps > 0)
-                def scatter_part(part: int = part, total: jax.Array = total) -> None:
-                    """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
-                    if shape.whole is None:
-                        q0, kv0 = kernel.first_on_diagonal(self.list_number)
-                    else:
-                        _, _, q0, kv0 = kernel.corner(self.visit(0))
-                    b, h = kernel.head(self.inputs.lists.head[self.list_number])
-                    self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
-
-                continue
-            assert self.outputs.sums is not None
-            out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
-            if kernel.sink is Sink.MATRIX:
-                head, at = _quotient_and_remainder(self.list_number, shape.rows * shape.columns)
-                b, h = _quotient_and_remainder(head, shape.heads)
-                row, column = _quotient_and_remainder(at, shape.columns)
-                rows = pl.ds(row * shape.tile + group * ROWS, ROWS)
-                out = self.outputs.sums.at[b, h, rows, pl.ds(column * shape.tile + part * ROWS, ROWS)]
-            out[...] = total.astype(kernel.dtype)
-
     # ------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
@@ -518,9 +568,9 @@ class _Cta(TileCta):
         """
         groups = self.kernel.groups
         common.lower_register_limit(groups)
-        lax.fori_loop(0, self.steps, self.copy_visit, (self.visit(0), self.visit(1)))
-        common.wait_until_read(self.steps, (self.scratch.query_free, self.rings.queries))
-        common.wait_until_read(self.steps * groups, (self.scratch.key_free, self.rings.keys))
+        lax.fori_loop(0, self.list.steps, self.copy_visit, (self.list.visit(0), self.list.visit(1)))
+        common.wait_until_read(self.list.steps, (self.scratch.query_free, self.rings.queries))
+        common.wait_until_read(self.list.steps * groups, (self.scratch.key_free, self.rings.keys))
 
     def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
         """Starts the copies of Q, dO, K, V and, if an array is staged, its tile for the i-th visit, once their slots
@@ -528,9 +578,9 @@ class _Cta(TileCta):
 
         visits   (visit i, visit i + 1); (visit i + 1, visit i + 2) is returned
         """
-        kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
+        kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.list.inputs.tokens
         now, upcoming = visits
-        later = self.visit(i + 2)
+        later = self.list.visit(i + 2)
         b, h, q0, kv0 = kernel.corner(now)
         h_kv = lax.div(h, jnp.int32(kernel.plan.group))
         slot = common.slot_of(i, rings.queries)
@@ -539,7 +589,7 @@ class _Cta(TileCta):
             tile = slot_parts(ring, slot, self.parts)
             copy_parts(kernel.plan, source, b, h, q0, tile, scratch.query_full.at[slot])
         if self.staging is not None and scratch.staged is not None:
-            source = self.staging.source(self.inputs.captures, b, h)
+            source = self.staging.source(self.list.inputs.captures, b, h)
             self.staging.fetch(scratch.staged.at[slot], source, q0, kv0, scratch.query_full.at[slot])
         for part in range(kernel.groups):
             number = i * kernel.groups + part

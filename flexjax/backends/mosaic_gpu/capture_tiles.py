@@ -10,7 +10,15 @@ import typing
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Part, SwizzledTiles, fits
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    Barriers,
+    Description,
+    Part,
+    SwizzledTiles,
+    fits,
+    scratch_bytes,
+)
+from flexjax.backends.mosaic_gpu.sm80_cards import Card, Copying, meeting_barrier
 from flexjax.plan.kernel_plan import KernelPlan
 
 ROWS = 64
@@ -42,6 +50,13 @@ def fits_one_slot(plan: KernelPlan) -> bool:
     groups, dims = warpgroups_for(plan), _dims(plan)
     rings = RingDepths(1, groups, False)
     return fits(capture_scratch(groups, rings, dims, part_dtype(plan), None, parts_of(plan), ctas_of(plan)))
+
+
+def keys_of_part(plan: KernelPlan) -> int:
+    """Keys of a part in the kernel for mma.sync: ROWS, or half of it where head dims are so wide that a part with more would not fit the
+    smallest card.
+    """
+    return ROWS if padded_dim(plan.head_dim) + padded_dim(plan.value_dim) <= 256 else ROWS // 2
 
 
 class RingDepths(typing.NamedTuple):
@@ -141,4 +156,55 @@ def ring_depths(
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
     fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas)))
+    return next(fit, choices[-1])
+
+
+# ------------------------------------------------------------------- mma.sync
+
+
+class MmaSlots(typing.NamedTuple):
+    """Slots of the kernel for mma.sync: of Q and dO of a tile, and of K and V of a part; 1 or 2."""
+
+    queries: int
+    keys: int
+
+
+class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the kernel for mma.sync; a tile has G * ROWS queries, a part `keys_of_part` keys.
+
+    query, d_out           [query slots, queries of a tile, D or E]
+    key, value             [key slots, keys of a part, D or E]
+    query_full, key_full   [slots] both tiles of a slot have arrived; None with cp.async
+    meeting                the CTA's barrier in the simulator
+    """
+
+    query: Part
+    d_out: Part
+    key: Part
+    value: Part
+    query_full: Part | None
+    key_full: Part | None
+    meeting: Part | None
+
+
+def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScratch[Description]:
+    """The shared memory of a CTA of the kernel for mma.sync. Every warpgroup copies its share of both tiles of a slot."""
+    groups, keys = warpgroups_for(plan), keys_of_part(plan)
+    dim, value_dim, by_tma = padded_dim(plan.head_dim), padded_dim(plan.value_dim), copying == "tma"
+    full = lambda count: Barriers(count, 2 * groups) if by_tma else None
+    return MmaScratch(
+        query=SwizzledTiles((slots.queries, groups * ROWS, dim), plan.dtype),
+        d_out=SwizzledTiles((slots.queries, groups * ROWS, value_dim), plan.dtype),
+        key=SwizzledTiles((slots.keys, keys, dim), plan.dtype),
+        value=SwizzledTiles((slots.keys, keys, value_dim), plan.dtype),
+        query_full=full(slots.queries),
+        key_full=full(slots.keys),
+        meeting=meeting_barrier(groups, plan.options.interpret),
+    )
+
+
+def mma_slots(plan: KernelPlan, card: Card) -> MmaSlots:
+    """The most slots that fit the card; the second slot of the keys goes before that of the queries."""
+    choices = (MmaSlots(2, 2), MmaSlots(1, 2), MmaSlots(1, 1))
+    fit = (n for n in choices if scratch_bytes(mma_scratch(plan, n, card.copying)) <= card.cta_memory)
     return next(fit, choices[-1])

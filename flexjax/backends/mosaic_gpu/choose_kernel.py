@@ -9,7 +9,8 @@
     10.x                   none yet
     12.0, 12.1             mma.sync, tiles copied by TMA
 
-The rest is about the kernels for Hopper; forward_sm80_tiles.py chooses the tiles of the mma.sync kernels by the card.
+The rest is about the kernels for Hopper; forward_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the mma.sync kernels by
+the card.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     gathers_pages(plan)      whether keys in pages are gathered for the forward kernel
@@ -33,10 +34,17 @@ The backward pass of one plan:
 import dataclasses
 import typing
 
-from flexjax.backends.mosaic_gpu import decode_tiles, dq_order, forward_sm80_tiles, forward_tiles
+from flexjax.backends.mosaic_gpu import (
+    backward_sm80_tiles,
+    decode_tiles,
+    dq_order,
+    forward_sm80_tiles,
+    forward_tiles,
+)
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Tiles
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     FUSED_KEYS,
     NO_DENSE_BIAS,
@@ -183,6 +191,16 @@ def backward_kernels(
     return TwoKernels(dq_tiles(plan, bias), dkv)
 
 
+def mma_backward_kernels(plan: KernelPlan, card: Card) -> tuple[Tiles, Tiles]:
+    """The sizes of the dQ kernel and of the dK/dV kernel for mma.sync. They depend on the card, the bits of the results do not.
+
+    plan   with extra features joined to the head dim, or not joined: the choice is the same
+
+    There are some, because `support.refuses` has checked it.
+    """
+    return backward_sm80_tiles.dq_candidates(plan, card)[0], backward_sm80_tiles.dkv_candidates(plan, card)[0]
+
+
 def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
@@ -300,9 +318,11 @@ def _describe_mma(plan: KernelPlan, card: Card) -> str:
     """The kernels on mma.sync as text."""
     tile = forward_sm80_tiles.forward_tile(plan, card)
     fits = {1: "one CTA", 2: "two CTAs"}.get(tile.ctas(card), f"{tile.ctas(card)} CTAs")
+    dq, dkv = mma_backward_kernels(plan, card)
     return (
         f"mma.sync with {tile.copying} for compute capability {card.capability}: forward {tile.block_q} x {tile.block_kv}, "
-        f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM"
+        f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM, backward dQ {dq.owned} x {dq.visited}, "
+        f"dK/dV {dkv.visited} x {dkv.owned}"
     )
 
 

@@ -138,6 +138,13 @@ class DirectGradient:
         shape = (*leading, common.padded_len(plan.q_len, interpret), round_up(plan.kv_len, unit))
         return shape, self.dtype
 
+    def whole_tiles(self, plan: KernelPlan) -> tuple[int, ...]:
+        """`output_shape` with T' and S' rounded up to multiples of every tile: what a kernel without TMA, which does not clip,
+        writes.
+        """
+        leading = self.output_shape(plan)[0][:2]
+        return (*leading, common.padded_len(plan.q_len, True), common.padded_len(plan.kv_len, True))
+
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
         """A Ref to the tile of head (b, h) whose first query is q0 and first key kv0; nothing is read or written.
 
@@ -173,6 +180,22 @@ def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int)
     if not needed <= {axis for axis, _ in dims}:
         return None
     return DirectGradient(load_number, load.capture, dims, array.dtype, array.shape)
+
+
+def direct_gradients(
+    plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]
+) -> tuple[DirectGradient, ...]:
+    """The gradients that a dQ kernel writes whose CTA takes one batch entry and which needs no shared memory for them: of arrays with an
+    element for each batch entry, or for a single one.
+
+    derivative   score_mod with its derivatives, None for the identity
+    wanted       for each captured array of the score program: whether its gradient is asked for
+    """
+    if derivative is None:
+        return ()
+    loads = enumerate(gradient_loads(derivative))
+    found = (_direct_gradient(plan, derivative, n) for n, load in loads if wanted[load.capture])
+    return tuple(one for one in found if one is not None and (one.has("b") or plan.batch == 1))
 
 
 # ------------------------------------------------------------------- the plan

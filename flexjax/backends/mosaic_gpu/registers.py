@@ -56,6 +56,11 @@ def row_iota(rows: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW)
 
 
+def zero_tile(shape: tuple[int, int]) -> jax.Array:
+    """A tile of zeros, [rows, columns] float32."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
+
+
 def column_iota(columns: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
     """The column vector 0 .. columns - 1 in `dtype`."""
     numbers = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN)

@@ -19,6 +19,8 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name, round_up
+from flexjax.backends.mosaic_gpu.sm80_cards import Copying
+from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
@@ -30,19 +32,22 @@ UNIT = 256
 """Row statistics are padded to a multiple of this many queries."""
 
 
-def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
+def row_statistics(
+    plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None, copying: Copying = "tma"
+) -> jax.Array:
     """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is the number of queries
     rounded up to UNIT.
 
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
+    copying        how tiles come to shared memory
 
     lse2 = lse * log2(e). Rows whose lse is -inf (no visible key, no sink), and those past the end, have lse2 = +inf and
     delta = 0. Where scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     rounding = None if results.rounding is None else pad(results.rounding)
-    delta = row_dots(plan, pad(results.out), pad(d_out), rounding)
+    delta = row_dots(plan, pad(results.out), pad(d_out), rounding, copying)
     lse = results.lse.astype(jnp.float32)
     d_lse = None if d_lse is None else d_lse.astype(jnp.float32)
     if plan.layout == "BTNH":
@@ -78,24 +83,28 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA: one tile [ROWS, E] of each operand (None for an operand that is None), and the barrier
-    `arrived` at which all copies arrive.
+    `arrived` at which all copies by TMA arrive, None with cp.async.
     """
 
     out: Part
     d_out: Part
     rounding: Part | None
-    arrived: Part
+    arrived: Part | None
 
 
-def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None) -> jax.Array:
+def row_dots(
+    plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None, copying: Copying = "tma"
+) -> jax.Array:
     """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is the number of queries rounded up to UNIT;
     0 past the end.
 
     out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is
                            out + rounding
+    copying                how tiles come to shared memory
     """
     length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
-    tiles = length // ROWS
+    tiles, operands = length // ROWS, 2 if rounding is None else 3
+    copies = Copies(copying, 1, plan.options.interpret, None)
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
@@ -108,8 +117,12 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.A
         for source, target in zip(inputs, scratch, strict=False):
             if source is None or target is None:
                 continue
-            plgpu.copy_gmem_to_smem(rows_of(source, plan.layout, b, h, start, ROWS), target, scratch.arrived)
-        plgpu.barrier_wait(scratch.arrived)
+            copies.start(rows_of(source, plan.layout, b, h, start, ROWS), target, scratch.arrived, plan.q_len - start)
+        if scratch.arrived is not None:
+            plgpu.barrier_wait(scratch.arrived)
+        else:
+            copies.commit()
+            copies.wait(None, 0)
         total = None
         for first, width in columns:
             o, do, *rest = [
@@ -126,7 +139,12 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.A
         kernel,
         Inputs(out, d_out, rounding),
         Outputs(kernel_parts.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
-        Scratch(tile, tile, None if rounding is None else tile, Barriers(arrivals=2 if rounding is None else 3)),
+        Scratch(
+            tile,
+            tile,
+            None if rounding is None else tile,
+            Barriers(arrivals=operands) if copying == "tma" else None,
+        ),
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,
         warpgroups=None,

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.interpreters import mlir
@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import (
     backward_dq_tiles,
+    backward_sm80_tiles,
     backward_tiles,
     choose_kernel,
     decode_tiles,
@@ -41,7 +42,6 @@ LARGEST_BACKWARD_DIM = 512
 """The largest head dim of queries and keys whose gradients a WGMMA, of at most 256 columns in each of two CTAs, adds to."""
 FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
 """The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
-NO_MMA_BACKWARD = "The GPU kernels on mma.sync have no backward pass."
 LARGEST_TILE = 128
 """Queries or keys of the largest tile that some kernel takes without a smaller one to choose instead. Several runs of an
 origin must be multiples of it, so that no tile reaches over the end of a run."""
@@ -238,7 +238,25 @@ def _refuses_mma(plan: KernelPlan, card: Card) -> str | None:
             + ": the GPU kernels on mma.sync take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the "
             "mask's blocks."
         )
-    return None
+    return backward_sm80_tiles.refuses(plan, card)
+
+
+def _mma_candidates(plan: KernelPlan, card: Card) -> list[dict[str, int]]:
+    """`MosaicGpu.tile_candidates` of the kernels on mma.sync, for a plan with the blocks that they visit."""
+    forward = dict.fromkeys(
+        (t.block_q, t.block_kv, t.stages) for t in forward_sm80_tiles.forward_candidates(plan, card)
+    )
+    queries = dict.fromkeys(t.owned for t in backward_sm80_tiles.dq_candidates(plan, card))
+    keys = dict.fromkeys(t.owned for t in backward_sm80_tiles.dkv_candidates(plan, card))
+    return _paired(list(forward), [(q, kv) for q in queries for kv in keys])
+
+
+def _paired(forward: list[tuple[int, int, int]], backward: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
+    """The n-th candidate of the forward pass with the n-th of the backward pass; the shorter list repeats its last."""
+    names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
+    count = max(len(forward), len(backward))
+    at = lambda found, n: found[min(n, len(found) - 1)]
+    return [dict(zip(names, (*at(forward, n), *at(backward, n)), strict=True)) for n in range(count)]
 
 
 class MosaicGpu:
@@ -275,8 +293,6 @@ class MosaicGpu:
             why = f"The head dim of query and key is {dim}; the GPU kernels of the backward pass take at most {LARGEST_BACKWARD_DIM}."
         if why is not None:
             return why
-        if choose_kernel.mma_card(target, plan.options) is not None:
-            return NO_MMA_BACKWARD
         if derivative is None:
             return None
         plan = _kernel_plan(plan)
@@ -299,21 +315,14 @@ class MosaicGpu:
         """
         card = choose_kernel.mma_card(target, plan.options)
         if card is not None:
-            found = forward_sm80_tiles.forward_candidates(_kernel_plan(plan), card)
-            sizes = dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in found)
-            return [dict(zip(("block_q", "block_kv", "num_stages"), size, strict=True)) for size in sizes]
+            return _mma_candidates(_kernel_plan(plan), card)
         decodes = choose_kernel.decode_kernel(plan) is not None
         plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = choose_kernel.backward_candidates(plan)
         if decodes:
             return [dict(zip(("block_q_bwd", "block_kv_bwd"), pair, strict=True)) for pair in backward]
-        at = lambda found, n: found[min(n, len(found) - 1)]
-        names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
-        return [
-            dict(zip(names, (*at(forward, n), *at(backward, n)), strict=True))
-            for n in range(max(len(forward), len(backward)))
-        ]
+        return _paired(forward, backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
@@ -345,7 +354,7 @@ class MosaicGpu:
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """Runs the backward kernels: the gradients of the wanted operands (see BackwardInputs)."""
-        from flexjax.backends.mosaic_gpu import backward_sm90
+        from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm90
 
         if given.operands.lengths is not None:
             query, d_lse = given.operands.lengths.query, given.d_lse
@@ -354,7 +363,10 @@ class MosaicGpu:
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
         plan, operands = _for_kernels(plan, plan.on_host(given.operands))
-        return backward_sm90.backward(plan, given._replace(operands=operands))
+        card = choose_kernel.mma_card(target, plan.options)
+        if card is None:
+            return backward_sm90.backward(plan, given._replace(operands=operands))
+        return backward_sm80.backward(plan, given._replace(operands=operands), card)
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:

@@ -18,14 +18,14 @@ class Simulated:
 
     implementation = "mosaic_gpu"
     jitted = False
+    options = flexjax.KernelOptions(interpret=True)
 
     def refuses(self, case: Case, dtype: str) -> bool:
         return dtype == "float32" or 0 in case.shape
 
     @pytest.fixture(autouse=True)
     def _interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = flexjax.KernelOptions(interpret=True)
-        attend = functools.partial(flexjax.flex_attention, kernel_options=options)
+        attend = functools.partial(flexjax.flex_attention, kernel_options=self.options)
         monkeypatch.setattr(flexjax, "flex_attention", attend)
 
 
@@ -34,6 +34,14 @@ class TestTable(Simulated, TableConformance):
     deterministic = False  # a second simulation takes as long as the first; tools/device/check_device.py compares bits
     everyday = frozenset({"seven", "one_key", "no_keys", "shifted_column_bias", "sinks_masked_rows"})
     everyday_forward = frozenset({"no_keys"})
+
+
+class TestMmaTable(TestTable):
+    """The kernels on mma.sync."""
+
+    options = flexjax.KernelOptions(interpret=True, instruction="mma")
+    everyday = frozenset({"shifted_column_bias"})
+    everyday_forward = frozenset()
 
 
 @pytest.mark.slow

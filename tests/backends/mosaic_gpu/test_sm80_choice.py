@@ -49,14 +49,15 @@ def test_the_card_of_a_target(target: Target | None, options: dict[str, typing.A
 
 
 TILES = {
-    ("8.0", 64): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 2 stages, two CTAs on an SM",
-    ("8.0", 128): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 1 stage, two CTAs on an SM",
-    ("8.0", 256): "mma.sync with cp.async for compute capability 8.0: forward 128 x 64, 1 stage, one CTA on an SM",
-    ("8.9", 64): "mma.sync with cp.async for compute capability 8.9: forward 128 x 64, 2 stages, two CTAs on an SM",
-    ("8.9", 128): "mma.sync with cp.async for compute capability 8.9: forward 128 x 32, 1 stage, two CTAs on an SM",
-    ("8.9", 256): "mma.sync with cp.async for compute capability 8.9: forward 128 x 32, 1 stage, one CTA on an SM",
-    ("9.0", 128): "mma.sync with tma for compute capability 9.0: forward 128 x 64, 2 stages, two CTAs on an SM",
-    ("12.0", 128): "mma.sync with tma for compute capability 12.0: forward 128 x 32, 1 stage, two CTAs on an SM",
+    # compute capability and head dim: way of copying, tile and stages of the forward pass, CTAs on an SM, backward tiles
+    ("8.0", 64): ("cp.async", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 64, dK/dV 32 x 128"),
+    ("8.0", 128): ("cp.async", "128 x 64, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
+    ("8.0", 256): ("cp.async", "128 x 64, 1 stage, one CTA on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
+    ("8.9", 64): ("cp.async", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 64, dK/dV 64 x 128"),
+    ("8.9", 128): ("cp.async", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
+    ("8.9", 256): ("cp.async", "128 x 32, 1 stage, one CTA on an SM", "dQ 64 x 16, dK/dV 16 x 64"),
+    ("9.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
+    ("12.0", 128): ("tma", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
 }
 
 
@@ -64,7 +65,10 @@ TILES = {
 def test_explain_names_the_card_and_the_tile(capability: str, dim: int) -> None:
     target = Target("cuda", "some GPU", capability, 100)
     made = plan(dim, instruction="mma")
-    assert support.BACKEND.schedule(made, target) == TILES[capability, dim]
+    copying, forward, backward = TILES[capability, dim]
+    assert support.BACKEND.schedule(made, target) == (
+        f"mma.sync with {copying} for compute capability {capability}: forward {forward}, backward {backward}"
+    )
 
 
 @pytest.mark.parametrize("capability", CARDS)
@@ -88,7 +92,9 @@ def test_options_choose_among_the_tiles(target: Target) -> None:
         card = choose_kernel.mma_card(target, made.options)
         assert card is not None
         tile = forward_sm80_tiles.forward_tile(made, card)
-        assert {"block_q": tile.block_q, "block_kv": tile.block_kv, "num_stages": tile.stages} == options
+        dq, dkv = choose_kernel.mma_backward_kernels(made, card)
+        sizes = (tile.block_q, tile.block_kv, tile.stages, dq.owned, dkv.owned)
+        assert sizes == tuple(options[n] for n in ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd"))
 
 
 REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
@@ -102,6 +108,11 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
         L40S, {"block_q": 192, "num_stages": 2},
         "No tile fits head dims 128 and 128 on compute capability 8.9 with block_q=192, num_stages=2: the GPU kernels on mma.sync "
         "take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the mask's blocks.",
+    ),
+    "backward tile": (
+        L40S, {"dim": 256, "block_kv_bwd": 128},
+        "The GPU kernels on mma.sync have no backward tile for block_kv_bwd=128 and head dims 256 and 256 on compute capability 8.9: "
+        "they take 64 or 128, dividing the mask's blocks.",
     ),
 }  # fmt: skip
 
@@ -117,13 +128,10 @@ def test_keys_in_pages_are_refused() -> None:
     assert support.refuses(made, A100, JAX) == "The GPU kernels on mma.sync do not read keys in pages."
 
 
-def test_the_backward_pass_goes_to_xla() -> None:
+@pytest.mark.parametrize("target", [A100, L40S, RTX, H200])
+def test_the_backward_pass_runs_too(target: Target) -> None:
     made, wanted = plan(), Wanted(True, True, True, False, False, False, ())
-    assert (
-        support.BACKEND.refuses_backward(made, A100, wanted, None)
-        == "The GPU kernels on mma.sync have no backward pass."
-    )
-    assert support.BACKEND.refuses_backward(made, H200, wanted, None) is None
+    assert support.BACKEND.refuses_backward(made, target, wanted, None) is None
 
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])

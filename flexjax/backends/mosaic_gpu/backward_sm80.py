@@ -1,0 +1,56 @@
+"""The backward pass by mma.sync: compute capability 8.0, 8.6, 8.9 and 12.x.
+
+    row statistics -> dQ kernel, dK/dV kernel -> captured arrays, sinks (XLA)
+
+The formulas are at the top of backward_sm90_common.py. No CTA waits for another one, and every sum has one order, so results are the
+same bits each time. What the kernels cannot run support.py refuses.
+"""
+
+import jax
+
+from flexjax.backends.base import BackwardInputs
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import choose_kernel, tile_visits
+from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
+from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import LARGEST_JOINT_DIM
+from flexjax.backends.mosaic_gpu.backward_sm90 import captured_gradients, gradients_of
+from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
+from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, direct_gradients
+from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.plan.kernel_plan import Gradients, KernelPlan
+
+
+def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
+    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
+
+    A kernel runs only if one of its gradients is wanted. The dQ kernel also writes direct gradients of captured arrays (pair_bias.py).
+    """
+    operands, wanted, derivative = given.operands, given.wanted, given.derivative
+    d_out = given.d_out.astype(operands.query.dtype)
+    stats = row_statistics(plan, given.results, d_out, given.d_lse, card.copying)
+    joined_plan, joined = join_extra(plan, operands)
+    tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
+    captures = common.captures_of(operands)
+    direct = direct_gradients(joined_plan, derivative, wanted.score_captures)
+    dq_tiles, dkv_tiles = choose_kernel.mma_backward_kernels(joined_plan, card)
+
+    d_query = d_key = d_value = None
+    written: dict[int, jax.Array] = {}  # direct gradients, by the number of the captured array
+    main = (joined_plan, derivative, tokens)
+    if wanted.query or wanted.query_extra or direct:
+        by_query = tile_visits.visit_lists(plan, operands.lists, transposed=False)
+        d_query, arrays = backward_dq(*main, by_query, captures, dq_tiles, direct)
+        written = {one.capture: one.gradient(plan, a) for one, a in zip(direct, arrays, strict=True)}
+    key, value = wanted.key or wanted.key_extra, wanted.value
+    if key or value:
+        by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
+        joint = max(padded_dims(joined_plan)) <= LARGEST_JOINT_DIM
+        runs = [(key, value)] if joint else [run for run in ((key, False), (False, value)) if any(run)]
+        for with_key, with_value in runs:
+            found = backward_dkv(*main, by_key, captures, dkv_tiles, key=with_key, value=with_value)
+            d_key, d_value = found.d_key if with_key else d_key, found.d_value if with_value else d_value
+    captured = captured_gradients(joined_plan, operands, tokens, wanted, derivative, DenseBiasPlan(), written, card)
+    return gradients_of(plan, operands, stats, wanted, d_query, d_key, d_value, captured)

@@ -1,0 +1,162 @@
+"""Gradients of keys and values by mma.sync: a CTA owns a tile of keys and visits tiles of queries.
+
+    S^T = K Q^T     dV += P^T dO     dP^T = V dO^T     dK += dS^T Q        (four products a tile)
+
+Keys are the rows of a tile, so P^T and dS^T leave the accumulators in the registers in which the next product takes its left
+operand. The query heads that share a key head are visited one after another into the same accumulators, which makes the sum over the
+group free and gives the sum one order. Above head dim 128 the kernel runs twice: once for dV, without dP^T, and once for dK.
+
+Each warpgroup has `rows` keys of its own, and all share the visited tiles. The formulas are at the top of
+backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which both families share.
+"""
+
+import dataclasses
+import typing
+
+import jax
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
+from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitNow, VisitSequence
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.registers import zero_tile
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
+from flexjax.backends.mosaic_gpu.sm80_results import write_rows
+from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """dK and dV in the shapes of the padded keys and values; None for one that is not computed."""
+
+    d_key: Part | None
+    d_value: Part | None
+
+
+class Sums(typing.NamedTuple):
+    """The accumulators, [rows, D] and [rows, E] float32; None for a gradient that is not computed."""
+
+    dk: jax.Array | None
+    dv: jax.Array | None
+
+
+def backward_dkv(
+    plan: KernelPlan,
+    derivative: ir.Program | None,
+    tokens: Tokens[jax.Array],
+    lists: VisitLists[jax.Array],
+    captures: Captures[jax.Array],
+    tiles: Tiles,
+    *,
+    key: bool,
+    value: bool,
+) -> Outputs[jax.Array]:
+    """dK (`key`) and dV (`value`), one CTA for each key tile of each key head. What lies past the ends is undefined.
+
+    plan         with extra features joined to the head dim
+    derivative   score_mod with its derivative, None for the identity
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
+    captures     captured arrays as kernels take them
+    tiles        sizes of the kernel
+    """
+    kv_tiles = -(-plan.kv_len // tiles.owned)
+    visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=True)
+    order = tile_visits.longest_first(visits, lists, kv_tiles)
+    math = TileMath(plan, derivative, (tiles.rows, tiles.visited), "kv", (tiles.visited, tiles.owned))
+
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The dK/dV kernel, in each warpgroup of a CTA."""
+        own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, plan.group == 1, tiles.visited)
+        may_be_masked = plan.mask is not None or plan.blocks is not None
+        first_head = own.key_head * plan.group
+        sequence = VisitSequence(
+            visits, inputs.lists, own.b, first_head, plan.group, own.tile, tiles.visited, may_be_masked
+        )
+        arrays = inputs.tokens.query, inputs.tokens.d_out
+        visited = VisitedTiles(plan, tiles, scratch, arrays, plan.q_len, sequence)
+        _Cta(math, tiles, visited, inputs, scratch, outputs, own.key_head).compute()
+
+    shape = lambda x, wanted: kernel_parts.output(x.shape, x.dtype, tokens.key) if wanted else None
+    return launch(
+        kernel,
+        Inputs(tokens, lists, order, captures),
+        Outputs(shape(tokens.key, key), shape(tokens.value, value)),
+        scratch(plan, tiles),
+        name="flexjax_backward_dkv" if key and value else "flexjax_backward_dk" if key else "flexjax_backward_dv",
+        programs=kv_tiles * plan.batch * plan.kv_heads,
+        warpgroups=tiles.groups if tiles.groups > 1 else None,
+        interpret=plan.options.interpret,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """One CTA inside the kernel, as one of its warpgroups sees it.
+
+    math                       how a tile's P and dS are computed
+    tiles                      sizes of the kernel
+    visited                    slots of the query tiles, and which are visited
+    inputs, scratch, outputs   Refs to operands, shared memory and results
+    key_head                   of the keys
+    """
+
+    math: TileMath
+    tiles: Tiles
+    visited: VisitedTiles
+    inputs: Inputs[Ref]
+    scratch: Scratch[Ref]
+    outputs: Outputs[Ref]
+    key_head: Scalar
+
+    def compute(self) -> None:
+        """dK (times scale) and dV of this warpgroup's keys, in the dtypes of keys and values."""
+        plan, tokens, sequence, rows = self.math.plan, self.inputs.tokens, self.visited.sequence, self.tiles.rows
+        start = sequence.tile * self.tiles.owned
+        kv0 = start + self.visited.copies.group * rows
+        self.visited.begin((tokens.key, tokens.value), self.key_head, start, plan.kv_len, sequence.first())
+        zero = lambda output, own: None if output is None else zero_tile((rows, own.shape[-1]))
+        sums = Sums(
+            zero(self.outputs.d_key, self.scratch.own_first), zero(self.outputs.d_value, self.scratch.own_second)
+        )
+
+        def begin(head: Scalar) -> RowMath:
+            """P and dS of this warpgroup's keys for one query head."""
+            return self.math.at_rows(sequence.b, sequence.first_head + head, kv0, self.inputs.captures)
+
+        found = sequence.each(begin, self.add_visit, sums)
+        scaled = None if found.dk is None else found.dk * plan.scale
+        for output, gradient in ((self.outputs.d_key, scaled), (self.outputs.d_value, found.dv)):
+            if output is not None and gradient is not None:
+                target = rows_of(output, plan.layout, sequence.b, self.key_head, kv0, rows)
+                write_rows(gradient.astype(target.dtype), target, plan.kv_len - kv0, plan.options.interpret)
+
+    def add_visit(self, rows: RowMath, visit: VisitNow, sums: Sums) -> Sums:
+        """The sums with one visit added, as `VisitSequence.each` calls it; `rows` is P and dS for the head of the visit."""
+        math, interpret = self.math, self.math.plan.options.interpret
+        sequence = self.visited.sequence
+        head, queries = sequence.first_head + visit.head, pl.ds(visit.start, self.tiles.visited)
+        tile = rows.at_columns(visit.start, visit.masked)
+        q_tile, out_tile = self.visited.arrive(visit)
+        statistic = lambda which: kernel_parts.load(
+            self.inputs.tokens.stats.at[sequence.b, head, which, queries], common.ALONG_COLUMNS, optimized=False
+        )
+        lse2, delta = statistic(0), statistic(1)
+        own_key, own_value = self.visited.own()
+        s = product_transposed(own_key, q_tile, interpret)
+        found = tile.probabilities(s, lse2)
+        dk, dv = sums
+        if dv is not None:
+            dv = add_product(dv, found.weights().astype(out_tile.dtype), out_tile, interpret)
+        if dk is not None:
+            factor = found.factor()
+            dp = product_transposed(own_value, out_tile, interpret)
+            ds = found.cotangent(factor, dp, math.broadcast(delta, "q"))
+            dk = add_product(dk, ds.astype(q_tile.dtype), q_tile, interpret)
+        self.visited.leave(visit)
+        return Sums(dk, dv)

@@ -1,0 +1,240 @@
+"""How a CTA of the mma.sync backward kernels goes through the tiles that it visits, and copies the next one ahead.
+
+A CTA owns a tile of one axis and visits tiles of the other for one or several query heads: the dQ kernel for one, the dK/dV kernel for
+those that read its key head. Of each head it visits first the tiles without the mask, then those with it (tile_visits.py).
+
+    for each visit:   wait for its tile     start the copies of the next tile     compute
+
+The lists of the block mask are read two visits ahead, because a read of global memory takes as long as a good part of a visit.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles
+from flexjax.backends.mosaic_gpu.branch import cond, when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, not_hoisted, rows_of, slot_of
+from flexjax.backends.mosaic_gpu.sm80_copies import Copies
+from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
+from flexjax.plan.kernel_plan import KernelPlan
+
+Carry = typing.TypeVar("Carry")
+State = typing.TypeVar("State")
+
+
+class Visit(typing.NamedTuple):
+    """One visit, int32 scalars.
+
+    head     number of the query head among those of the CTA; their number, where there is no such visit
+    step     number of the visit among those of the head
+    start    first token of the visited tile
+    """
+
+    head: Scalar
+    step: Scalar
+    start: Scalar
+
+
+class VisitNow(typing.NamedTuple):
+    """A visit as it is made.
+
+    head        number of the query head among those of the CTA
+    start       first token of the visited tile
+    number      how many visits came before
+    masked      whether the mask applies
+    following   the next visit
+    """
+
+    head: Scalar
+    start: Scalar
+    number: Scalar
+    masked: bool
+    following: Visit
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitSequence:
+    """The visits of one CTA, in order.
+
+    visits, lists   which tiles the owned tile visits
+    b, first_head   batch entry, and the first query head
+    heads           query heads, one after the other
+    tile            number of the owned tile
+    visited         tokens of a visited tile
+    may_be_masked   whether any visit is masked
+    kv_group        query heads that read one key head, for visits of keys; None for visits of queries
+    """
+
+    visits: TileVisits
+    lists: VisitLists[Ref]
+    b: Scalar
+    first_head: Scalar
+    heads: int
+    tile: Scalar
+    visited: int
+    may_be_masked: bool
+    kv_group: int | None = None
+
+    def visited_head(self, head: Scalar) -> Scalar:
+        """The head, of queries or of keys, of the arrays visited for the head with number `head` among those of the CTA."""
+        h = self.first_head + head
+        return h if self.kv_group is None else lax.div(h, jnp.int32(self.kv_group))
+
+    def counts(self, head: Scalar) -> VisitCounts:
+        """The visits of the head with number `head` among those of the CTA."""
+        return self.visits.counts(self.lists, self.b, self.first_head + head, self.tile)
+
+    def first(self) -> Visit:
+        """The first visit."""
+        return self._from(jnp.int32(0))
+
+    def after(self, visit: Visit) -> Visit:
+        """The visit after an existing one, or after one that does not exist: none."""
+        head = jnp.minimum(visit.head, self.heads - 1)
+        counts = self.counts(head)
+        step = visit.step + 1
+        more = (visit.head < self.heads) & (step < counts.unmasked + counts.masked)
+        same = lambda: Visit(head, step, self._start(head, step, counts))
+        return cond(more, same, lambda: self._from(visit.head + 1))
+
+    def _from(self, head: Scalar) -> Visit:
+        """The first visit of the heads from `head` on."""
+        total = lambda n: sum(self.counts(n))
+        if self.heads == 1:
+            exists = (head == 0) & (total(jnp.int32(0)) > 0)
+            head = jnp.where(exists, 0, 1)
+        else:
+            is_empty = lambda n: (n < self.heads) & (total(jnp.minimum(n, self.heads - 1)) == 0)
+            head = lax.while_loop(is_empty, lambda n: n + 1, head)
+        known = jnp.minimum(head, self.heads - 1)
+        start = cond(
+            head < self.heads, lambda: self._start(known, jnp.int32(0), self.counts(known)), lambda: jnp.int32(0)
+        )
+        return Visit(head, jnp.int32(0), start)
+
+    def _start(self, head: Scalar, step: Scalar, counts: VisitCounts) -> Scalar:
+        """The first token of the tile visited at `step`, which exists, of a head with these counts."""
+        tile = lambda n, masked: self.visits.tile(self.lists, self.b, self.first_head + head, self.tile, n, masked)
+        if not self.visits.lists:
+            return step * self.visited
+        unmasked, masked = lambda: tile(step, False), lambda: tile(step - counts.unmasked, True)
+        return cond(step < counts.unmasked, unmasked, masked) * self.visited
+
+    def each(
+        self,
+        begin: Callable[[Scalar], State],
+        step: Callable[[State, VisitNow, Carry], Carry],
+        carry: Carry,
+    ) -> Carry:
+        """carry = step(begin(head), visit, carry) for every visit; returns the last carry.
+
+        begin   number of a head -> what `step` gets for all visits of this head
+        """
+
+        def one_head(head: Scalar, carried: tuple) -> tuple:
+            """The visits of one head."""
+            counts, state = self.counts(head), begin(head)
+
+            def one(_: Scalar, carried: tuple, masked: bool) -> tuple:
+                """One visit; the visit after the next is read meanwhile."""
+                start, following, number, carry = carried
+                now = VisitNow(head, start, number, masked, following)
+                return following.start, self.after(following), number + 1, step(state, now, carry)
+
+            carried = lax.fori_loop(0, counts.unmasked, lambda i, c: one(i, c, False), carried)
+            if self.may_be_masked:
+                carried = lax.fori_loop(0, counts.masked, lambda i, c: one(i, c, True), carried)
+            return carried
+
+        first = self.first()
+        carried = (first.start, self.after(first), jnp.int32(0), carry)
+        if self.heads == 1:
+            return one_head(jnp.int32(0), carried)[-1]
+        return lax.fori_loop(0, self.heads, one_head, carried)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitedTiles:
+    """The slots of the visited tiles, and the CTA's own tokens, inside a kernel.
+
+    plan       of the call
+    tiles      sizes of the kernel
+    scratch    with the slots and barriers
+    arrays     of the visited axis: what the scores need (queries or keys) and what dP needs (dO or values), in global memory
+    length     tokens of the visited axis
+    sequence   which tiles are visited
+    """
+
+    plan: KernelPlan
+    tiles: Tiles
+    scratch: Scratch[Ref]
+    arrays: tuple[Ref, Ref]
+    length: int
+    sequence: VisitSequence
+
+    @property
+    def copies(self) -> Copies:
+        """How tiles are copied."""
+        tiles = self.tiles
+        return Copies(tiles.copying, tiles.groups, self.plan.options.interpret, self.scratch.meeting)
+
+    def begin(self, arrays: tuple[Ref, Ref], head: Scalar, start: Scalar, length: int, visit: Visit) -> None:
+        """Starts the copies of the CTA's own tokens and of the first visited tile, and waits until the own tokens are there.
+
+        arrays          of the owned axis, in the order of `VisitedTiles.arrays`
+        head, start     head and first token of the owned tile
+        length          tokens of the owned axis
+        visit           the first visit
+        """
+        scratch, copies = self.scratch, self.copies
+        arrived = None if scratch.own_full is None else scratch.own_full.at[0]
+        for array, target in zip(arrays, (scratch.own_first, scratch.own_second), strict=True):
+            source = rows_of(array, self.plan.layout, self.sequence.b, head, start, self.tiles.owned)
+            copies.start(source, target, arrived, length - start)
+        copies.commit()
+        self._fetch(visit, jnp.int32(0))
+        copies.commit()
+        copies.wait(arrived, 1)
+
+    def own(self) -> tuple[Ref, Ref]:
+        """This warpgroup's own tokens in shared memory, [rows, D] and [rows, E], at addresses that the compiler does not keep in
+        registers.
+        """
+        group, interpret = self.copies.group, self.plan.options.interpret
+        first = not_hoisted(jnp.asarray(group, jnp.int32), interpret) * self.tiles.rows
+        rows = pl.ds(first, self.tiles.rows)
+        return self.scratch.own_first.at[rows], self.scratch.own_second.at[rows]
+
+    def arrive(self, visit: VisitNow) -> tuple[Ref, Ref]:
+        """Waits until the tiles of a visit are there, and returns them; starts the copies of the next ones where a slot is free."""
+        slot = slot_of(visit.number, self.tiles.slots)
+        self.copies.wait(None if self.scratch.full is None else self.scratch.full.at[slot], 0)
+        if self.tiles.slots > 1:
+            self._fetch(visit.following, visit.number + 1)
+            self.copies.commit()
+        return self.scratch.first.at[slot], self.scratch.second.at[slot]
+
+    def leave(self, visit: VisitNow) -> None:
+        """After the last read of the tiles of a visit: starts the copies of the next ones where there is one slot."""
+        if self.tiles.slots == 1:
+            self.copies.sync()
+            self._fetch(visit.following, visit.number + 1)
+            self.copies.commit()
+
+    def _fetch(self, visit: Visit, number: Scalar) -> None:
+        """Starts the copies of the tiles of a visit, if there is such a visit, to the slot of this number."""
+        slot, sequence = slot_of(number, self.tiles.slots), self.sequence
+        arrived = None if self.scratch.full is None else self.scratch.full.at[slot]
+
+        @when(visit.head < sequence.heads)
+        def copy() -> None:
+            """Copies both tiles."""
+            head = sequence.visited_head(visit.head)
+            for array, target in zip(self.arrays, (self.scratch.first, self.scratch.second), strict=True):
+                source = rows_of(array, self.plan.layout, sequence.b, head, visit.start, self.tiles.visited)
+                self.copies.start(source, target.at[slot], arrived, self.length - visit.start)

@@ -1,0 +1,105 @@
+"""The backward kernels on mma.sync in the simulator, against dense jax.vjp in float32: every feature on a small problem."""
+
+import typing
+
+import jax
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
+from flexjax.backends.base import BackwardInputs
+from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm80_tiles, choose_kernel
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Tiles
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+from flexjax.plan.kernel_plan import Gradients, KernelPlan
+from tests.cases.hopper_backward import BACKWARD, BY_PLACES, CAPTURED, PAIR_BIAS
+from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backward_problem, causal, normal
+from tests.marks import some_slow
+
+CARDS_BY_COPYING = ("8.9", "12.0")
+SMALL: dict[str, dict[str, typing.Any]] = {
+    "grouped heads of odd sizes": {
+        "mask": causal, "q_len": 70, "kv_len": 150, "heads": 2, "kv_heads": 1, "dim": 24, "value_dim": 40, "sinks": True,
+        "d_lse": True, "block": (128, 128),
+    },
+    "lists of each head": {
+        "mask": lambda b, h, q, k: (q >= k) & ((h == 1) | (k < 64)), "mask_heads": 2, "q_len": 192, "kv_len": 128, "heads": 2,
+        "kv_heads": 1, "dim": 16, "block": (64, 64),
+    },
+    "head without visits": {
+        "mask": lambda b, h, q, k: (q >= k) & (h != 1), "mask_heads": 3, "q_len": 128, "kv_len": 128, "heads": 3,
+        "kv_heads": 1, "dim": 16, "block": (64, 64),
+    },
+    "wide heads of two sizes": {"dim": 256, "value_dim": 144, "q_len": 96, "kv_len": 80, "heads": 1, "mask": causal},
+    "slope of wide heads": {
+        "dim": 200, "value_dim": 192, "q_len": 80, "kv_len": 96, "heads": 1, "captured": (normal(1),),
+        "score": lambda c, s, b, h, q, k: s + 0.02 * c[0][h] * (k - q),
+    },
+    "table by a difference, of two batch entries": {
+        "dim": 16, "q_len": 96, "kv_len": 80, "batch": 2, "heads": 1, "mask": causal, "captured": (normal(200),),
+        "score": lambda c, s, b, h, q, k: s + c[0][q - k + 90],
+    },
+}  # fmt: skip
+
+
+def gradients(made: BackwardProblem, card: str = "8.0") -> Gradients:
+    call = jax.jit(
+        lambda *arrays: backward_sm80.backward(made.plan, BackwardInputs(*arrays, *made.given[4:]), CARDS[card])
+    )
+    return call(*made.given[:4])
+
+
+def check(case: dict[str, typing.Any], card: str = "8.0") -> None:
+    made = backward_problem(**case)
+    # Sums of numbers of both signs: what the rounding of the forward pass's output leaves in delta does not cancel in them.
+    assert_gradients_close(gradients(made, card), made.expected, tolerance=3e-2 if "captured" in case else 8e-3)
+
+
+QUICK = (("8.9", "grouped heads of odd sizes"), ("12.0", "lists of each head"))
+
+
+@pytest.mark.parametrize(
+    ("card", "name"), some_slow([(card, name) for card in CARDS_BY_COPYING for name in SMALL], QUICK)
+)
+def test_small(card: str, name: str) -> None:
+    check(SMALL[name], card)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in BACKWARD if n != "tiles of 64 x 64"])
+def test_matches_dense(name: str) -> None:
+    check(BACKWARD[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CAPTURED, *BY_PLACES, *PAIR_BIAS])
+def test_gradients_of_captures(name: str) -> None:
+    rows = {**CAPTURED, **BY_PLACES, **{n: case for n, (case, *_) in PAIR_BIAS.items()}}
+    check(rows[name])
+
+
+SIZES = sorted(
+    {
+        size
+        for sizes in (backward_sm80_tiles.DQ_SIZES, backward_sm80_tiles.DKV_SIZES)
+        for row in sizes.values()
+        for size in row
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SIZES)))
+def test_every_size(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = Tiles(("cp.async", "tma")[number % 2], *SIZES[number])
+    monkeypatch.setattr(choose_kernel, "mma_backward_kernels", lambda plan, card: (tiles, tiles))
+    check({"mask": causal, "q_len": 200, "kv_len": 150, "heads": 2, "kv_heads": 1, "dim": 16})
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 160, 256])
+def test_sizes_fit_every_card(card: str, dim: int) -> None:
+    plan = KernelPlan(1, 2, 2, 1024, 1024, dim, dim, "bfloat16", "BTNH", 1.0)
+    for found in (backward_sm80_tiles.dq_candidates, backward_sm80_tiles.dkv_candidates):
+        assert found(plan, CARDS[card])
