@@ -1,0 +1,61 @@
+"""The backward kernels for compute capability 8.x on the machine of ptx_machine.py.
+
+    python -m tests.backends.mosaic_gpu.on_ptx_machine_backward [--ORDER,ARRIVAL] NAME ...     a line for each problem
+
+Problems are those of test_sm80_backward.py and of tests/cases/hopper_backward.py, without gradients that are scattered by atomic
+additions. To be used in a process of its own, as on_ptx_machine.py.
+"""
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+
+from flexjax.backends import target as targets
+from flexjax.backends.base import BackwardInputs
+from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm80_dkv, backward_sm80_dq, capture_sm80, row_statistics
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+from tests.backends.mosaic_gpu import compile_card
+from tests.backends.mosaic_gpu.on_ptx_machine import CARD, DUMPS, Execution, execute
+from tests.backends.mosaic_gpu.test_sm80_backward import SMALL
+from tests.cases.hopper_backward import BACKWARD, CAPTURED
+from tests.cases.on_hopper import assert_gradients_close, backward_problem
+
+PROBLEMS = {**SMALL, **BACKWARD, **CAPTURED}
+
+
+def outcome(name: str, how: Execution) -> str:
+    """Runs a problem; a line that begins with ok or FAIL."""
+    start = time.time()
+    made = backward_problem(**PROBLEMS[name])
+    plan = dataclasses.replace(made.plan, options=dataclasses.replace(made.plan.options, interpret=False))
+    device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
+    modules = row_statistics, backward_sm80_dq, backward_sm80_dkv, capture_sm80
+    try:
+        with execute(*modules, how=how) as ran, targets.as_seen_by_pallas(device):
+            got = backward_sm80.backward(plan, BackwardInputs(*made.given), CARDS[compile_card.CARDS[CARD].capability])
+        assert_gradients_close(got, made.expected, tolerance=3e-2 if "captured" in PROBLEMS[name] else 8e-3)
+    except AssertionError as error:
+        return f"FAIL {name}: {str(error)[:600]}"
+    return f"ok {name} {', '.join(ran)} {time.time() - start:.1f} s"
+
+
+def main(names: list[str]) -> int:
+    how = (
+        Execution(*names.pop(0)[2:].split(","))
+        if names and names[0].startswith("--")
+        else Execution("together", "late")
+    )
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[DUMPS] = os.environ.get("KEEP_DUMPS", folder)
+        for name in names or PROBLEMS:
+            line = outcome(name, how)
+            failed += line.startswith("FAIL")
+            print(line, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
