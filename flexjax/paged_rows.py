@@ -97,23 +97,28 @@ class Rows:
     exists: Array | None = None
     shape: tuple[int, ...] = ()
 
-    def of_requests(self, mod: typing.Any) -> typing.Any:
-        """The mod (mask or score) of a plan with these batch entries, from `mod`, whose b is the request and whose q_idx is the
-        position in the request.
+    def mod_of_entries(self, mod: typing.Any) -> typing.Any:
+        """Translates a user's mod to a mod of the plan with these batch entries.
+
+        mod   mask_mod(b, h, q_idx, kv_idx) or score_mod(score, b, h, q_idx, kv_idx), where b is the request and q_idx the
+              position in the request
+
+        In the result b is the batch entry. Where `position` is given, q_idx is the row in the entry; otherwise it is the position
+        in the request, which `origin` gives. `mod` itself is returned if batch entries are requests, or if it is None or not callable.
         """
         request, position = self.request, self.position
         if request is None or not callable(mod):
             return mod  # what is not callable is refused, with a message, where it is traced
 
         @functools.wraps(mod)
-        def of_tiles(*at: Array) -> typing.Any:
-            """`mod` with the request of the tile, or of the query, in place of b, the fourth argument from the end."""
+        def of_entry(*at: Array) -> typing.Any:
+            """`mod` of the request and position that the batch entry b, the fourth argument from the end, and the row q_idx have."""
             *score, b, h, q_idx, kv_idx = at
             if position is None:
                 return mod(*score, request[b], h, q_idx, kv_idx)
             return mod(*score, request[b, q_idx], h, position[b, q_idx], kv_idx)
 
-        return of_tiles
+        return of_entry
 
     def unfold(self, results: Results) -> Results:
         """The results in the order and the shape of the caller's queries."""
