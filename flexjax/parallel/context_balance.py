@@ -197,20 +197,23 @@ class Search:
                 state = self._exchanged(state, int(one), int(other), runs[at])
         return state
 
-    def _exchanged(self, state: "State", high: int, low: int, run: np.ndarray) -> "State":
-        """The state after the devices `high` and `low` exchange the runs of chunks that `run`, a row of `_runs`, names."""
+    def _exchanged(self, state: "State", one: int, other: int, run: np.ndarray) -> "State":
+        """The state after the devices `one` and `other` exchange two runs of chunks; `state` is not changed.
+
+        run   int [3]: first chunk of the run of `one`, first chunk of the run of `other`, length of both runs in chunks
+        """
         first, second, length = run
         owner, counts = state.owner.copy(), state.counts.copy()
-        owner[first : first + length], owner[second : second + length] = low, high
+        owner[first : first + length], owner[second : second + length] = other, one
         change = self.sums[first + length] - self.sums[first] - self.sums[second + length] + self.sums[second]
-        counts[high] -= change
-        counts[low] += change
+        counts[one] -= change
+        counts[other] += change
         return State(self, owner, counts)
 
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
         """Exchanges between the devices `one` and `other` after which neither load is above `limit`, drawn at random by `draw`.
 
-        int [n, 3], in the form of `_runs`.
+        int [n, 3]: (first chunk of a run of `one`, first chunk of a run of `other`, length of both runs in chunks).
         """
         found = [np.zeros((0, 3), int)]
         for length in RUNS:
@@ -226,7 +229,9 @@ class Search:
         return np.concatenate(found)
 
     def _runs(self, state: "State", high: int, low: int) -> np.ndarray:
-        """The exchanges between the devices `high` and `low` that come nearest to making their loads equal, the best first.
+        """The exchanges between two devices that come nearest to making their loads equal, the best first.
+
+        high, low   the devices with the larger and with the smaller load
 
         int [n, 3]: (first chunk of a run of `high`, first chunk of a run of `low`, length of both runs in chunks).
         """
@@ -250,19 +255,22 @@ class Search:
         runs = np.concatenate(found)
         return runs[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
 
-    def _effects(self, state: "State", high: int, low: int, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What each of some exchanges between the devices `high` and `low` would do: (fall of the larger of their loads, traffic after it).
+    def _effects(self, state: "State", one: int, other: int, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(gain, traffic) of each of n possible exchanges between two devices, both [n]; `state` is not changed.
 
-        runs   int [n, 3], rows of `_runs`
+        one, other   the devices
+        runs         int [n, 3], an exchange a row: first chunk of a run of `one`, first chunk of a run of `other`, length of
+                     both runs in chunks
 
-        Both results are [n].
+        gain is the larger of the two loads before the exchange less the larger one after it, if `one` has the larger load
+        before; otherwise it has no meaning. traffic is `State.traffic` after the exchange.
         """
         a, b, length = runs.T
         between = lambda sums, at: sums[at + length] - sums[at]
         moved = between(self.work_sums, a) - between(self.work_sums, b)
-        gain = np.minimum(moved, state.loads[high] - state.loads[low] - moved)
+        gain = np.minimum(moved, state.loads[one] - state.loads[other] - moved)
         change = between(self.sums, a) - between(self.sums, b)  # [n, columns]
-        new = {high: state.counts[high] - change > 0, low: state.counts[low] + change > 0}
+        new = {one: state.counts[one] - change > 0, other: state.counts[other] + change > 0}
         sent = np.repeat(state.sent[None], len(runs), 0)
         for device, need in new.items():
             sent[:, device] = need.astype(np.float32) @ state.owns
@@ -277,8 +285,8 @@ class Search:
                 ends = np.concatenate([np.zeros((len(runs), 1), np.float32), np.cumsum(need, 1, dtype=np.float32)], 1)
                 rows = np.arange(len(runs))
                 gained[:, device] = ends[rows, a + length] - ends[rows, a] - ends[rows, b + length] + ends[rows, b]
-            sent[:, :, high] -= gained
-            sent[:, :, low] += gained
+            sent[:, :, one] -= gained
+            sent[:, :, other] += gained
         return gain, self.traffic(sent)
 
 
