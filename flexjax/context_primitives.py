@@ -126,8 +126,11 @@ def _tangent_transpose(
 def _primitive(name: str, function: typing.Callable[..., list[Array]], types: typing.Callable[..., list]) -> Primitive:
     """Makes a primitive that computes `function` on arrays of one device, or on global arrays under a partitioning rule.
 
-    function   from the arguments and the parameters (call=, ..) of the primitive to its results
-    types      the same for the types of arguments and results
+    function   function(*arrays, call=, **params) computes the results on one device
+    types      types(avals, call=, **params) returns the types of the results; `avals` is the sequence of the arguments' types
+
+    The primitive has a list of results, and rules for jvp and vmap. A caller that needs a transpose rule registers it. The jvp
+    and vmap rules raise NotImplementedError on global arrays.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True

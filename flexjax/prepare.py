@@ -212,7 +212,8 @@ def _origin(
 def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:
     """A mod that was traced for the whole problem, as one for a call: it adds origin.batch to b and origin.head to h of the call.
 
-    sizes   (batch, heads, q_len, kv_len) of the call
+    origin   None: the program and the arrays are those of `traced`
+    sizes    (batch, heads, q_len, kv_len) of the call
     """
     given = [p for p in (traced.program, traced.derivative) if p is not None]
     programs, more = shift_heads(given, origin, *sizes[:2])

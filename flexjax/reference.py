@@ -166,13 +166,15 @@ def _mask_everywhere(
 
 
 def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Maps `entry`, a function of scalars, over arrays of 4 dims, to the shape to which they broadcast.
+    """Returns a function of arrays of 4 dims that broadcasts them and calls `entry` with the scalars at each element.
 
-    An array is mapped over its dimensions that are longer than 1 alone.
+    entry   from one scalar of each array to a scalar
+
+    The result has the shape to which the arrays broadcast. A dim of size 1 is read without a vmap over it.
     """
 
     def mapped(*arrays: jax.Array) -> jax.Array:
-        """`entry` at every place of the arrays."""
+        """The results of `entry`, one for each element of the 4-dim shape to which the arrays, of 4 dims each, broadcast."""
         shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
         run, flat = entry, [x.reshape([n for n in x.shape if n > 1]) for x in arrays]
         for axis in (3, 2, 1, 0):

@@ -126,7 +126,9 @@ def _sliding_tile(
 
     @named(f"{call}_{_times(canvas)}_{_times(kernel)}_{_times(tile)}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query sees the key: their tiles are near each other, or one of them is a text token."""
+        """Whether the query sees the key: both are in the canvas and their tiles are near each other, or one of them is a text token
+        and the other a text token or in the canvas. Tokens after canvas and text see nothing and are not seen.
+        """
         near = (q_idx < canvas_tokens) & (kv_idx < canvas_tokens)
         q_tile, kv_tile = q_idx // tile_tokens, kv_idx // tile_tokens
         for axis, (size, width) in enumerate(zip(tiles, reach, strict=True)):

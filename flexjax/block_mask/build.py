@@ -46,6 +46,7 @@ def from_mask_mod(
     dims        batch, heads, q_len, kv_len; batch and heads as create_block_mask takes them
     block_size  tokens of a block, one number or (queries, keys)
     exact       see create_block_mask
+    origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions
 
     Raises ValueError for arguments that do not fit.
     """

@@ -127,7 +127,7 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
     out, stats = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in ("b t h e", "b t h"))
 
     def share(*flat: Array) -> list[Array]:
-        """Runs on one device: the results of its share, from its parts of the arrays."""
+        """Runs on one device: its parts of the results, from its parts of the operands and tables."""
         return run(*share_on(call, flat, split))
 
     def whole(*flat: Array) -> list[Array]:
@@ -163,6 +163,7 @@ class AutoCall:
     """A primitive of context_primitives.py with its parameters, on global arrays.
 
     function   what it computes on one device: function(*flat, call=, **params)
+    params     the parameters of the primitive beside `call`
     axes       the axes of the sequence in the mesh of the rule
     mesh       (name, size) of the same axes, in the order of that mesh
     """
@@ -193,7 +194,13 @@ class AutoCall:
         return split
 
     def on_device(self, split: Split, *flat: Array) -> list[Array]:
-        """One device's parts of the results, from its parts of the arguments (`flat`). Called on each device, by the partitioner."""
+        """One device's parts of the results, from its parts of the arguments. The partitioner calls it on each device.
+
+        split   which axes split the batch and the heads
+        flat    the device's parts of the primitive's arguments, as a flat list
+
+        Gradients are summed over the devices that hold the same part of an operand.
+        """
         call, problem = self.call, self.call.problem
         fixed = problem.structure.num_leaves + call.structure.num_leaves
         own_call, own = share_on(

@@ -46,7 +46,10 @@ def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float
 
 
 def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan) -> Results:
-    """The results with out 0, lse and max_scores -inf in rows of queries that do not exist."""
+    """The results with out and rounding 0, lse and max_scores -inf in rows of queries that do not exist.
+
+    lengths   None, or None as its `query`: all queries exist, and the results are returned as they are
+    """
     query = None if lengths is None else lengths.query
     if query is None:
         return results

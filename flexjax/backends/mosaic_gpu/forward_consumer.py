@@ -366,15 +366,16 @@ class QueryTile(QueryRows[ForwardTile]):
             wait()
 
     def _scores_alone(self, n: Scalar) -> jax.Array:
-        """Q K^T of step n, [rows, block_kv] float32 without scale, while no other product of this warpgroup is in
-        flight.
+        """Computes Q K^T of step n, [rows, block_kv] float32 without scale, and waits until the WGMMAs have completed. No
+        other WGMMA of this warpgroup may be in flight.
 
-        The keys must have arrived. Once the product is issued, the warpgroup's ping-pong turn ends, and with
-        `prefetch_key_barrier` it waits for the keys of step n + 1.
+        The keys of step n must have arrived, and the warpgroup must have the ping-pong turn. Between issuing the WGMMAs
+        and waiting for them, this method ends the turn and, with `prefetch_key_barrier`, waits for the keys of step
+        n + 1. The caller releases the key slot.
         """
 
         def product(acc: Ref) -> jax.Array:
-            """Issues the product into the accumulator `acc`, ends the turn, and returns the accumulator's value."""
+            """Issues the WGMMAs into the accumulator `acc`, ends the turn, waits for them, and returns `acc`'s value."""
             self._multiply(acc, self._queries_now(), self._transposed_keys(self._key_slot(n)))
             self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
@@ -400,7 +401,9 @@ class QueryTile(QueryRows[ForwardTile]):
         return tuple(keys.transpose((1, 0)) for keys in slot_parts(self.scratch.key, slot, self.setup.tile.parts))
 
     def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
-        """Issues the WGMMAs acc += left right of operands in parts, one for each pair of `pairs_of`."""
+        """Issues the WGMMAs acc += left right of operands in parts, one for each pair of `pairs_of`. It does not wait
+        for them.
+        """
         for a, b in pairs_of(self.setup.tile.parts):
             plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
 
@@ -433,12 +436,13 @@ class QueryTile(QueryRows[ForwardTile]):
         return score.with_loaded_tile(setup.staged, value)
 
     def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar) -> jax.Array:
-        """out + P V of step n, [rows, value dim] float32.
+        """Computes out + P V of step n, [rows, value dim] float32, and waits until the WGMMAs have completed.
 
         out       [rows, value dim] float32
         weights   the parts of P, each [rows, block_kv]
 
-        It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot.
+        It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot. It does not end the
+        turn.
         """
         setup, scratch = self.setup, self.scratch
         slot = self._value_slot(n)

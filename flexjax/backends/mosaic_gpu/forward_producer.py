@@ -123,7 +123,7 @@ class Producer:
 
             name               of the ring: "key" or "value"
             source             the array in global memory
-            ring, full, free   the slots in shared memory and their barriers (ForwardScratch)
+            ring, full, free   the slots in shared memory and their barriers (ForwardScratch); `free` is None on the device
             count              slots of the ring
             """
             slot = kernel_parts.slot_of(first_step + n, count)

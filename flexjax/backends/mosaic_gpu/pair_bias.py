@@ -160,12 +160,21 @@ class DirectGradient:
 
 
 def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int) -> DirectGradient | None:
-    """How the dQ kernel can write the gradient of load number `load_number`; None where it cannot, whatever the
-    batch.
+    """How the dQ kernel can write the gradient of load number `load_number`; None if it cannot.
 
-    It needs a call without an origin; a load whose indices are constants or axes of their own plus a constant
-    (`axis_aligned_dims`), among them q, kv and, with several heads, h; no other load of the array with a gradient; a
-    bfloat16, float16 or float32 array; and a derivative that is not the constant 0.
+    Nothing here depends on the batch: whether one CTA can sum the gradient over batch entries is checked by
+    `_batch_entries`, and whether the kernel's shared memory fits by `dense_bias_plan`.
+
+    load_number   number of the load among `gradient_loads(derivative)`
+
+    The gradient can be written if all of these hold:
+
+        the call has no origin
+        each index of the load is a constant or an axis plus a constant, and no two indices have the same axis
+        (`axis_aligned_dims`); q and kv are among the axes and, if the call has several query heads, h
+        no other load with a gradient reads the array
+        the array is bfloat16, float16 or float32
+        the derivative of the score by the load is not the constant 0
     """
     loads = gradient_loads(derivative)
     load, slope = loads[load_number], derivative.results[2 + load_number]
@@ -208,7 +217,7 @@ class DenseBiasPlan:
     staged            the load whose array is staged through shared memory (None: no array is)
     staged_type       dtype of that array
     direct_gradients  what the dQ kernel writes
-    batch_entries     how many batch entries one CTA of the dQ kernel takes, to sum gradients over them
+    batch_entries     how many batch entries one CTA of the dQ kernel takes; more than 1 if it sums direct gradients over them
     """
 
     staged: ir.Load | None = None
@@ -243,17 +252,17 @@ def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradie
 
 
 def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> DenseBiasPlan:
-    """What the backward kernels of a call do with dense biases: the staged array, and as many direct gradients as fit
-    the dQ kernel's shared memory.
+    """Decides what the backward kernels of a call do with dense biases: which array is staged, and which gradients are
+    direct, as many as fit the dQ kernel's shared memory.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
     wanted       for each captured array of the score program: whether its gradient is asked for
 
-    Nothing without a score_mod, with an origin, and above padded head dim LARGEST_UNSPLIT_DIM, because the dQ kernel
-    would spill 200 to 490 bytes a thread there. The array is staged also where no gradient is wanted. Loads are taken
-    in order, and one that does not fit, or needs another number of batch entries than those before, is left to
-    capture_gradients.py.
+    The result is empty without a score_mod, with an origin, and above padded head dim LARGEST_UNSPLIT_DIM, because the
+    dQ kernel would spill 200 to 490 bytes a thread there. An array is staged also if no gradient is wanted. Loads are
+    taken in order. A load whose gradient does not fit, or that needs another number of batch entries than the loads
+    before it, is left to capture_gradients.py.
     """
     if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         return DenseBiasPlan()

@@ -165,8 +165,8 @@ def affine_tile(
             return arith.andi(add(bases[row], mgpu.c(offset, kind)), mgpu.c(period - 1, kind))
 
         def values() -> Iterator[Item]:
-            """(register, number of the element in the register, row[r] + step * c) of each element that the thread
-            holds.
+            """Yields, for each element of the tile that the thread holds, (its register, its index in the register,
+            row[r] + step * c, modulo `period` where it is not 0), where r and c are its row and column.
             """
             for register, item, position in positions.constants:
                 row, column = position
@@ -213,8 +213,8 @@ def add_column_slope(vector: jax.Array, step: jax.Array, interpret: bool) -> jax
         mine = arith.mulf(arith.sitofp(f32, positions.lane[0]), multiplier)
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, vector[c] + step * c) of each element that the thread
-            holds.
+            """Yields, for each element of the column vector that the thread holds, (its register, its index in the
+            register, vector[c] + step * c), where c is the column of the element.
             """
             for register, item, (column,) in positions.constants:
                 value = arith.addf(element(array.registers[register], item), mine)
@@ -297,8 +297,8 @@ def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.A
         layout, f32 = lowered(TILE), ir.F32Type.get()
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, tile[r, c] + step * (c - c % PERIOD)) of each element
-            that the thread holds.
+            """Yields, for each element of the tile that the thread holds, (its register, its index in the register, its
+            new value): the element at row r and column c plus step * (c - c % PERIOD).
             """
             for register, item, (_, column) in positions_of(layout, tile.shape).constants:
                 value = element(array.registers[register], item)
@@ -515,8 +515,8 @@ def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
         """
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, sum over the four lanes) of each row that the thread
-            holds.
+            """Yields, for each row that the thread holds, (register, index in the register, sum over the four lanes of the
+            row). Every lane executes the exchange.
             """
             for register, item, _ in positions_of(lowered(ROW), row.shape).constants:
                 value = element(vector.registers[register], item)

@@ -148,6 +148,9 @@ class BlockSparseOrder(VisitOrder):
 
         Marks are 0 for empty, 1 for partial and 2 for full blocks, and 0 past the last block of the mask. A tile inside
         a larger block has that block's mark.
+
+        lists   None for a plan with lengths and no block mask: then each tile is a block, partial if the plan has a mask program and
+                full otherwise
         """
         blocks, g = self.blocks, self.geometry
         q_blocks, kv_blocks = -(-g.q_len // blocks.block_q), -(-g.kv_len // blocks.block_kv)
@@ -225,10 +228,13 @@ class BlockSparseOrder(VisitOrder):
         return (row, packed, bits), count
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid of a launch with `visits` visits: (b, h, visits), or (b, key head, visits, group member) if
-        key-major.
+        """The grid sizes of a launch: (b, h, visits), or (b, key head, visits, group member) if key-major.
 
-        b is 1 where the lists have batch entries; heads and group members are 1 where they have heads.
+        visits   number of visits in the lists of the launch, int32 [], known at run time (`prefetch_arrays`); never None in this
+                 order
+
+        If the lists have a batch dimension, they enumerate the batch entries, and b is 1; otherwise b is the batch. If they
+        have a head dimension, heads and group members are 1; otherwise they are the heads and the size of a group.
         """
         g = self.geometry
         batch = g.batch if self.list_batch == 1 else 1

@@ -64,8 +64,9 @@ class Piece(typing.NamedTuple):
 class PageCopies:
     """The copies of one kernel.
 
+    plan    with joined heads and keys in pages
     order   of the visits
-    tile    keys of a tile
+    tile    how many keys a tile has
     """
 
     plan: KernelPlan
@@ -203,5 +204,5 @@ class PageCopies:
 
 
 def _slot(visit: jax.Array | int) -> jax.Array:
-    """The slot of the visit with this number."""
+    """The slot, 0 or 1, of the visit with this number."""
     return lax.rem(jnp.asarray(visit), np.int32(2))

@@ -100,7 +100,10 @@ class VisitOrder:
         raise NotImplementedError
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid of a launch with that number of visits."""
+        """The grid sizes of a launch.
+
+        visits   number of visits of the launch, int32 [], known at run time (`prefetch_arrays`); None if the grid is static
+        """
         raise NotImplementedError
 
     def semantics(self) -> tuple[str, ...]:
@@ -135,7 +138,7 @@ class DenseOrder(VisitOrder):
             self.kinds = frozenset({FULL})
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid, see above; `visits` is None."""
+        """The static grid sizes, in the order that the class docstring gives. `visits` is not used and is None."""
         g = self.geometry
         if self.key_major:
             return (g.batch, g.heads // self.group, g.kv_tiles, g.q_tiles, self.group)

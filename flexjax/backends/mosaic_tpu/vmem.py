@@ -174,6 +174,8 @@ def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) ->
 def temporaries(plan: KernelPlan, score: Program | None) -> int:
     """An estimate of how many float32 arrays of the size of a strip's scores are alive together in a kernel.
 
+    score   the score program of the kernel, or the derivative program of a backward kernel; None: the score is not modified
+
     It is 4, and for each of the programs (score, mask, dropout) 2 more, one more for every four steps that the kernel runs (at
     most 6), and one more for each hoisted window of diagonals.
     """
@@ -197,7 +199,10 @@ def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
 
 
 def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int:
-    """Bytes of VMEM that the larger of the dq kernel and the dk/dv kernel (without dq) takes with these tiles, by the model."""
+    """Bytes of VMEM that the larger of the dq kernel and the dk/dv kernel (without dq) takes with these tiles, by the model.
+
+    score   the derivative program; None without a score_mod
+    """
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = (tiles.q + tiles.kv) * (dim + value_dim) + max(tiles.q * dim, tiles.kv * (dim + value_dim))
@@ -211,7 +216,10 @@ def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int
 
 
 def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
-    """Whether the dk/dv kernel with these tiles can also hold the sums of dq of all queries of a key head in VMEM."""
+    """Whether the dk/dv kernel with these tiles can also hold the sums of dq of all queries of a key head in VMEM.
+
+    score   the derivative program; None without a score_mod
+    """
     item = 4 if plan.dtype == "float32" else 2
     heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
     rows = plan.q_heads // heads * round_up(plan.q_len, tiles.q)

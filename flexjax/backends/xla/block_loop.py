@@ -97,7 +97,7 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
         blocks = jnp.where(row.q_block * sizes.block_q < of_row(lengths.query).max(), blocks, 0)
 
     def number(num: Array | None, index: Array | None, end: Array) -> Array | None:
-        """How many of the first `num` numbers of a list, which ascend, are below `end`."""
+        """How many of the first `num` block numbers of a list, which ascend, are below `end`; None if the list does not exist."""
         if num is None or index is None:
             return None
         real = jnp.arange(index.shape[0], dtype=jnp.int32) < num

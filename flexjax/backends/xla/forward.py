@@ -77,7 +77,8 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
     """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row.
 
     batch, heads and block_q are those of the tile sizes. The dtype is that of scores. lse includes the sinks,
-    max_scores does not; queries past the end have results too, which the caller cuts off.
+    max_scores does not. If the plan does not ask for max_scores, they may be rounded up to multiples of ln 2
+    (`TiledOperands.rounds_weights`). Queries past the end have results too, which the caller cuts off.
     """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)

@@ -94,6 +94,8 @@ def visit_scores(
 def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
     """One result of a derivative program over a tile, cast to the dtype of the scores.
 
+    on   which entries count; None: all
+
     For a plan that jax differentiates again (plan.differentiable) it is 0 where `on` is False, because a NaN there would reach
     the second derivatives.
     """
