@@ -113,7 +113,8 @@ class KernelOptions:
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0, 8.6, 8.7, 8.9, 9.0 and 12.x.
-                               Other backends and GPUs refuse it. None: what is fastest, WGMMA on Hopper and mma.sync elsewhere
+                               Other backends and GPUs refuse it. None: WGMMA on Hopper; other GPUs get xla, because the kernels
+                               for them have not run on such a GPU yet
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than

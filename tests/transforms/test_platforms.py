@@ -285,9 +285,13 @@ def test_a_warning_that_is_an_error_is_one_again() -> None:
 
 
 @needs_gpu_kernels
-def test_an_a100_has_kernels() -> None:
-    assert said(gradient(), A100, shape()) == []
-    assert KERNEL[A100] in program(attend(), A100, shape())
+def test_an_a100_has_kernels_if_the_call_asks_for_them() -> None:
+    mma = flexjax.KernelOptions(instruction="mma")
+    assert said(gradient(kernel_options=mma), A100, shape()) == []
+    assert KERNEL[A100] in program(attend(kernel_options=mma), A100, shape())
+    assert KERNEL[A100] not in program(attend(implementation=("mosaic_gpu", "xla")), A100, shape())
+    (a100,) = said(attend(), A100, shape())
+    assert "KernelOptions(instruction='mma') turns them on." in a100
 
 
 def test_other_gpus_and_old_versions_of_jax_say_so() -> None:

@@ -80,7 +80,8 @@ HOPPER = "9.0"
 
 def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
     """Why no kernels are for the target, in a sentence; None if some are, or if the target or its kind is not known yet. A kind
-    whose compute capability is not known is refused. In the simulator any device will do.
+    whose compute capability is not known is refused. GPUs other than Hopper are refused unless the options ask for mma.sync,
+    because no run on such a GPU has shown that the kernels are right there. In the simulator any device will do.
     """
     if options.interpret or target is None or target.kind is None:
         return None
@@ -89,6 +90,11 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
         return f"{kernels}; the compute capability of {target.kind} is not known."
     if target.capability not in CARDS:
         return f"{kernels}; {target.kind} has {target.capability}."
+    if target.capability != HOPPER and options.instruction is None:
+        return (
+            f"The GPU kernels for compute capability {target.capability} were compiled and simulated, and have not run on such a GPU "
+            f"yet; on {target.kind}, KernelOptions(instruction='mma') turns them on."
+        )
     return None
 
 
