@@ -14,6 +14,7 @@ import math
 import typing
 
 from flexjax.analysis.large_scores import may_be_large_product
+from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS, wgmma_dim
 from flexjax.backends.mosaic_gpu.shared_memory import (
     SHARED_MEMORY,
@@ -267,6 +268,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
     if plan.dtype == "float32":
         return "It takes inputs of 16 bits, not float32."
+    if ctas_of(plan) > 1:
+        return f"It takes head dims up to {WIDEST_CTA}, not {plan.head_dim} and {plan.value_dim}."
     if plan.dropout is not None:
         return "It has no dropout."
     if plan.exact_captures:

@@ -27,7 +27,7 @@ from flexjax.backends.mosaic_gpu import (
     forward_tiles,
     program_support,
 )
-from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
+from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
@@ -227,6 +227,9 @@ def _refuses_mma(plan: KernelPlan, card: Card) -> str | None:
     """Why the kernels on mma.sync cannot run a plan whose arrays and programs the kernels take, in a sentence; None if they can."""
     if plan.dtype == "float32":
         return "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."
+    if ctas_of(plan) > 1:
+        dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
+        return f"The GPU kernels on mma.sync take head dims up to {WIDEST_CTA}, not {dims}."
     if plan.options.split is not None:
         return f"The GPU kernels on mma.sync do not split the keys (kernel_options.split={plan.options.split!r})."
     if not forward_sm80_tiles.forward_candidates(plan, card):

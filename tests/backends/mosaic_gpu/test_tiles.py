@@ -12,7 +12,7 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions
-from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, decode_tiles, forward_tiles, support
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
@@ -328,6 +328,18 @@ def test_refused_head_dims_of_the_backward_pass() -> None:
             plan(dim=264), head_dim=dim, extra_dim=extra, extra_heads=int(extra > 0), value_dim=512
         )
         assert support.BACKEND.refuses_backward(made, HOPPER, wanted, None) == sentence
+
+
+def test_only_the_kernels_of_hopper_split_columns() -> None:
+    """Neither the decode kernel nor the kernels of other cards do."""
+    wide = plan(dim=512)
+    few = dataclasses.replace(wide, q_len=1, kv_len=8192)
+    assert decode_tiles.decode_refuses(few) == "It takes head dims up to 256, not 512 and 512."
+    assert choose_kernel.decode_kernel(few) is None
+    assert support.refuses(few, HOPPER, JAX) is None
+    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
+    refused = "The GPU kernels on mma.sync take head dims up to 256, not 512 and 512."
+    assert support.refuses(wide, ampere, JAX) == refused
 
 
 def test_every_head_dim_has_tiles() -> None:
