@@ -52,7 +52,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     DenseBiasTypes,
     splits_dkv,
 )
-from flexjax.backends.mosaic_gpu.columns import ctas_of
+from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS, Card
@@ -96,6 +96,22 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
             f"yet; on {target.kind}, KernelOptions(instruction='mma') turns them on."
         )
     return None
+
+
+def refuses_untried(plan: KernelPlan, target: Target | None) -> str | None:
+    """Why a kernel that no GPU has run yet is not used for a plan, in a sentence; None if the plan needs no such kernel or its
+    options ask for them, and in the simulator.
+
+    target   the device that the pass is lowered for; nothing is refused where it is None
+    """
+    options = plan.options
+    if target is None or options.experimental or options.interpret or ctas_of(plan) == 1:
+        return None
+    dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
+    return (
+        f"The GPU kernels for head dims above {WIDEST_CTA}, here {dims}, were compiled and simulated, and have not run on a GPU yet; "
+        "KernelOptions(experimental=True) turns them on."
+    )
 
 
 def mma_card(target: Target | None, options: KernelOptions) -> Card | None:

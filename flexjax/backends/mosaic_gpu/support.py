@@ -72,7 +72,9 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     if reason is not None:
         return reason
     card = choose_kernel.mma_card(target, plan.options)
-    return _refuses_tiles(plan) if card is None else _refuses_mma(plan, card)
+    if card is not None:
+        return _refuses_mma(plan, card)
+    return choose_kernel.refuses_untried(plan, target) or _refuses_tiles(plan)
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:

@@ -21,8 +21,9 @@ def bf16(cache: paged.PagedCache) -> paged.PagedCache:
     return dataclasses.replace(cache, key=cache.key.astype("bfloat16"), value=cache.value.astype("bfloat16"))
 
 
-def on_gpu(interpret: bool) -> dict[str, typing.Any]:
-    return dict(implementation="mosaic_gpu", kernel_options=KernelOptions(interpret=True) if interpret else None)
+def on_gpu(interpret: bool, experimental: bool = False) -> dict[str, typing.Any]:
+    options = KernelOptions(interpret=interpret, experimental=experimental)
+    return dict(implementation="mosaic_gpu", kernel_options=options)
 
 
 def jitted(interpret: bool, function: typing.Callable) -> typing.Callable:
@@ -68,9 +69,10 @@ def check_ragged(interpret: bool) -> None:
     assert not np.any(np.asarray(got[ends[-1] :], np.float32))
 
 
-def check_quantised(stored: str, dtype: str, given: bool, dim: int, interpret: bool) -> None:
-    """8-bit pages of value dim 128, with scales by page and head or given ones; NaN scales of free pages. At head dim 128 bytes are
-    multiplied straight from registers.
+def check_quantised(stored: str, dtype: str, given: bool, dim: int, straight: bool, interpret: bool) -> None:
+    """8-bit pages of value dim 128, with scales by page and head or given ones; NaN scales of free pages.
+
+    straight   ask for the kernel that multiplies bytes straight from registers, which it does at head dim 128
     """
     lengths, page = np.asarray([19, 0, 33] if dim == 64 else [140, 0, 33], np.int32), 8
     most = int(max(lengths))
@@ -86,7 +88,8 @@ def check_quantised(stored: str, dtype: str, given: bool, dim: int, interpret: b
         cache = paged.PagedCache(cache.key, cache.value, *spoilt)
     q = draw(2, 3, 2, N, dim).astype(dtype)
     got = jitted(
-        interpret, lambda *x: flexjax.paged_attention(*x, score_mod=biased(draw(8, N, 30)), **on_gpu(interpret))
+        interpret,
+        lambda *x: flexjax.paged_attention(*x, score_mod=biased(draw(8, N, 30)), **on_gpu(interpret, straight)),
     )
     want = definition(q.astype("float32"), cache, table, score_mod=biased(draw(8, N, 30)))
     assert_near(got(q, cache, table), want)
@@ -129,17 +132,18 @@ def test_ragged_queries_trees_and_bits() -> None:
 
 
 QUANTISED = [
-    ("int8", "bfloat16", False, 128),
-    ("float8_e4m3fn", "float16", False, 64),
-    ("int8", "float16", True, 64),
-    ("float8_e4m3fn", "bfloat16", True, 128),
+    ("int8", "bfloat16", False, 128, False),
+    ("int8", "bfloat16", False, 128, True),
+    ("float8_e4m3fn", "float16", False, 64, False),
+    ("int8", "float16", True, 64, False),
+    ("float8_e4m3fn", "bfloat16", True, 128, True),
 ]
 
 
 @needs_kernels
-@pytest.mark.parametrize(("stored", "dtype", "given", "dim"), some_slow(QUANTISED, QUANTISED[:1]))
-def test_quantised_caches(stored: str, dtype: str, given: bool, dim: int) -> None:
-    check_quantised(stored, dtype, given, dim, interpret=True)
+@pytest.mark.parametrize(("stored", "dtype", "given", "dim", "straight"), some_slow(QUANTISED, QUANTISED[1:2]))
+def test_quantised_caches(stored: str, dtype: str, given: bool, dim: int, straight: bool) -> None:
+    check_quantised(stored, dtype, given, dim, straight, interpret=True)
 
 
 def check_many_queries(interpret: bool) -> None:
