@@ -339,7 +339,7 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
 def _describe_mma(plan: KernelPlan, card: Card) -> str:
     """The kernels on mma.sync as text."""
     tile = forward_sm80_tiles.forward_tile(plan, card)
-    fits = {1: "one CTA", 2: "two CTAs"}.get(tile.ctas(card), f"{tile.ctas(card)} CTAs")
+    fits = {1: "one CTA", 2: "two CTAs"}.get(tile.resident_ctas(card), f"{tile.resident_ctas(card)} CTAs")
     dq, dkv = mma_backward_kernels(plan, card)
     return (
         f"mma.sync with {tile.copying} for compute capability {card.capability}: forward {tile.block_q} x {tile.block_kv}, "

@@ -46,6 +46,7 @@ class MmaForwardTile:
     persistent = False
     dynamic_scheduler = False
     programs = 1  # a CTA for each query tile, so this is not read
+    ctas = 1  # no clusters
 
     @property
     def block_q(self) -> int:
@@ -57,7 +58,7 @@ class MmaForwardTile:
         """Threads of a CTA."""
         return self.groups * WARPGROUP
 
-    def ctas(self, card: Card) -> int:
+    def resident_ctas(self, card: Card) -> int:
         """How many CTAs an SM of the card holds; 0 where one does not fit."""
         return card.ctas(scratch_bytes(forward_scratch(self)), self.threads)
 
@@ -139,10 +140,10 @@ def forward_candidates(plan: KernelPlan, card: Card) -> tuple[MmaForwardTile, ..
                 if options.num_stages not in (None, stages):
                     continue
                 found.append(MmaForwardTile(groups, rows, block_kv, stages, head_dim, value_dim, card.copying))
-    fitting = [tile for tile in found if tile.ctas(card)]
+    fitting = [tile for tile in found if tile.resident_ctas(card)]
     order = {(tile.groups, tile.rows): n for n, tile in reversed(list(enumerate(fitting)))}
     # Of tiles with as many queries, those of which an SM holds two CTAs come first: one multiplies while the other does its softmax.
-    fitting.sort(key=lambda tile: (order[tile.groups, tile.rows], min(2, tile.ctas(card)) != 2))
+    fitting.sort(key=lambda tile: (order[tile.groups, tile.rows], min(2, tile.resident_ctas(card)) != 2))
     return tuple(fitting)
 
 
