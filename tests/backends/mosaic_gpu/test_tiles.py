@@ -35,7 +35,7 @@ def plan(
     return KernelPlan(
         *(2, 16, 16 // group, 8192, 8192, dim, dim, "bfloat16", "BTNH", dim**-0.5),
         blocks=blocks,
-        options=KernelOptions(**options),
+        options=KernelOptions(**{"experimental": dim > 256, **options}),
     )
 
 
@@ -339,7 +339,14 @@ def test_only_the_kernels_of_hopper_split_columns() -> None:
     assert support.refuses(few, HOPPER, JAX) is None
     ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
     refused = "The GPU kernels on mma.sync take head dims up to 256, not 512 and 512."
-    assert support.refuses(wide, ampere, JAX) == refused
+    assert support.refuses(plan(dim=512, instruction="mma"), ampere, JAX) == refused
+
+
+def test_wide_heads_are_refused_unless_asked_for() -> None:
+    assert support.refuses(plan(dim=512, experimental=False), HOPPER, JAX) == (
+        "The GPU kernels for head dims above 256, here 512 and 512, were compiled and simulated, and have not run on a GPU yet; "
+        "KernelOptions(experimental=True) turns them on."
+    )
 
 
 def test_every_head_dim_has_tiles() -> None:
