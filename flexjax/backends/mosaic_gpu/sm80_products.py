@@ -20,6 +20,7 @@ The functions compute in every warpgroup on its own operands, and wait for nothi
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ K = 16
 WARPGROUP_ROWS = 64
 """Rows of a tile that the four warps of a warpgroup compute with one mma.sync each."""
 
-Fragment = list[ir.Value]
+Fragment = Sequence[ir.Value]
 """The registers of one operand of an mma.sync in a thread: 4 i32 of a left operand, 2 i32 of a right one, 4 f32 of a sum."""
 
 
