@@ -5,6 +5,7 @@ once, with numpy, and is a constant of the program. The same operations on trace
 step. XLA could fold them if the lists are constants, but it takes minutes for large ones.
 """
 
+import math
 import typing
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def counts_of(numbers: Array, length: int) -> Array:
     [..., length]. Numbers from `length` on are not counted.
     """
     lead = numbers.shape[:-1]
-    rows = numbers.reshape(-1, numbers.shape[-1])
+    rows = numbers.reshape(math.prod(lead), numbers.shape[-1])
     if known(numbers):
         counts = np.zeros((rows.shape[0], length + 1), np.int32)
         np.add.at(counts, (np.arange(rows.shape[0])[:, None], np.minimum(rows, length)), 1)

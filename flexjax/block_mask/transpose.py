@@ -160,7 +160,7 @@ def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
     """
     if known(num, index):
         live = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
-        place = np.where(live, np.minimum(index, columns), columns).reshape(-1, index.shape[-1])
+        place = np.where(live, np.minimum(index, columns), columns).reshape(math.prod(num.shape), index.shape[-1])
         flags = np.zeros((place.shape[0], columns + 1), bool)
         flags[np.arange(place.shape[0])[:, None], place] = True
         return flags[:, :columns].reshape(*num.shape, columns)  # pyright: ignore[reportReturnType]

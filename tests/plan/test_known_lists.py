@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from flexjax import masks
 from flexjax.block_mask import host_or_program, transpose
@@ -53,6 +54,16 @@ def test_operations_on_the_host_agree_with_those_in_the_program():
     same(host_or_program.largest_first(numbers), host_or_program.largest_first(both[0]))
     same(host_or_program.sort_together((numbers, other)), host_or_program.sort_together(both))
     same(host_or_program.counts_of(numbers, 3), host_or_program.counts_of(both[0], 3))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 0, 0), (1, 1, 3, 0), (1, 1, 0, 3)])
+def test_empty_lists_on_the_host(shape: tuple[int, ...]) -> None:
+    num, index = np.zeros(shape[:3], np.int32), np.zeros(shape, np.int32)
+    assert transpose.flags_of_lists(num, index, 5).shape == (*shape[:3], 5)  # type: ignore[arg-type]
+    back_num, back = transpose.transposed(num, index, columns=5, width=shape[2])  # type: ignore[arg-type]
+    assert back_num.shape == (1, 1, 5)
+    assert back.shape == (1, 1, 5, shape[2])
+    assert host_or_program.counts_of(index, 2).shape == (*shape[:3], 2)  # type: ignore[arg-type]
 
 
 def test_known_lists_are_equal_if_their_numbers_are():
