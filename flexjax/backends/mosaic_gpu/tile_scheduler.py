@@ -56,6 +56,11 @@ class ScheduledTile(typing.Protocol):
         ...
 
     @property
+    def ctas(self) -> int:
+        """CTAs of a cluster that share a tile; 1 without clusters."""
+        ...
+
+    @property
     def block_kv(self) -> int:
         """Keys of a tile."""
         ...
