@@ -135,6 +135,7 @@ def test_keys_in_pages_are_refused() -> None:
     assert support.refuses(made, A100, JAX) == "The GPU kernels on mma.sync do not read keys in pages."
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
 @pytest.mark.parametrize("target", [A100, L40S, RTX, H200])
 def test_the_backward_pass_runs_too(target: Target) -> None:
     made, wanted = plan(**MMA), Wanted(True, True, True, False, False, False, ())
