@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flexjax
+from flexjax.types import KernelOptions
 from tests import oracle
 from tests.arrays import array
 from tests.cases import Case
@@ -31,6 +32,7 @@ class BoundCase:
     case: Case
     dtype: str
     implementation: str
+    kernel_options: KernelOptions | None = None
 
     def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
         """(inputs, learned captures, integer captures that travel as arguments)."""
@@ -96,6 +98,7 @@ class BoundCase:
             *(self._turned(x) for x in (inputs["q"], inputs["k"], inputs["v"] if value is None else value)),
             return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
             implementation=self.implementation,
+            kernel_options=self.kernel_options,
             **options,
         )
         return {n: self._turned(x) for n, x in dict(out=out, lse=aux.lse, max_scores=aux.max_scores).items()}

@@ -274,7 +274,7 @@ def test_traced_numbers_that_are_no_blocks_are_dropped() -> None:
         return out, *pull(out)
 
     for a, b in zip(got, dense_results(query), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
 
 
 NUM, INDEX = np.array([[[1, 1]]]), np.array([[[[0], [1]]]])
