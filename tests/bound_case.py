@@ -92,13 +92,14 @@ class BoundCase:
             options["sinks"] = inputs["sinks"]
         if case.dropout:
             options |= dict(dropout_rate=case.dropout, dropout_key=jax.random.key(11))
+        if self.kernel_options is not None:
+            options["kernel_options"] = self.kernel_options
         if case.extra:
             options |= {name: self._turned(inputs[name]) for name in ("query_extra", "key_extra")}
         out, aux = flexjax.flex_attention(
             *(self._turned(x) for x in (inputs["q"], inputs["k"], inputs["v"] if value is None else value)),
             return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
             implementation=self.implementation,
-            kernel_options=self.kernel_options,
             **options,
         )
         return {n: self._turned(x) for n, x in dict(out=out, lse=aux.lse, max_scores=aux.max_scores).items()}

@@ -7,7 +7,6 @@ FAIL, registers, bytes spilled and the instructions counted in its PTX. FAIL: th
 instruction that it should have, or it spills more than MOST_SPILLED. A child process for each card, as in aot.py.
 """
 
-import functools
 import re
 import sys
 import time
@@ -45,17 +44,9 @@ def sampled(card: str) -> list[str]:
 def compile_entry(card: str, entry: str) -> None:
     """Compiles the forward pass of a call."""
     name, dtype = aot.TABLE[entry]
-    problem = BoundCase(CASES[name], dtype, "mosaic_gpu")
+    problem = BoundCase(CASES[name], dtype, "mosaic_gpu", flexjax.KernelOptions(instruction="mma"))
     leaves, tree = jax.tree.flatten(problem.arrays())
-    options = flexjax.KernelOptions(instruction="mma")
-    attend, flexjax.flex_attention = (
-        flexjax.flex_attention,
-        functools.partial(flexjax.flex_attention, kernel_options=options),
-    )
-    try:
-        compile_card.compile_for(card, lambda *flat: problem.loss(*jax.tree.unflatten(tree, flat)), *leaves)
-    finally:
-        flexjax.flex_attention = attend
+    compile_card.compile_for(card, lambda *flat: problem.loss(*jax.tree.unflatten(tree, flat)), *leaves)
 
 
 def outcome(card: str, entry: str) -> str:
