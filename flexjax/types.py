@@ -113,11 +113,7 @@ class KernelOptions:
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0, 8.6, 8.7, 8.9, 9.0 and 12.x.
-                               Other backends and GPUs refuse it. None: WGMMA on Hopper; other GPUs get xla, because the kernels
-                               for them have not run on such a GPU yet
-    experimental               True: also use kernels that were compiled and simulated but that no GPU has run yet: on Hopper head
-                               dims above 256, and pages of int8 or float8 that are multiplied straight from bytes. False: such
-                               head dims run on xla, such pages on an older form of the kernel
+                               Other backends and GPUs refuse it. None: WGMMA on Hopper, mma.sync on the others
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -134,7 +130,6 @@ class KernelOptions:
     num_stages: int | None = None
     split: int | typing.Literal["auto"] | None = None
     instruction: typing.Literal["mma"] | None = None
-    experimental: bool = False
     deterministic: bool = True
     interpret: bool = False
 
@@ -161,7 +156,7 @@ class KernelOptions:
                 '"mma" or None',
                 "None lets the backend choose.",
             )
-        _check_flags("kernel_options", self, ("experimental", "deterministic", "interpret"))
+        _check_flags("kernel_options", self, ("deterministic", "interpret"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

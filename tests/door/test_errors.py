@@ -50,7 +50,7 @@ def block_mask(
     return flexjax.create_block_mask(mod or masks.causal, batch, heads, q_len, kv_len)
 
 
-OPTIONS = "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, experimental, deterministic, interpret"
+OPTIONS = "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, deterministic, interpret"
 NAMES = "'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference'"
 COUNTS = "In layout BTNH dim 2 counts heads; pass layout= if yours is the other."
 typed = lambda count: jax.random.split(jax.random.key(0), count)

@@ -31,25 +31,29 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float16")
 IMPLEMENTATION = "mosaic_gpu"
-INSTRUCTION, COPYING = "CHECK_INSTRUCTION", "CHECK_COPYING"
-"""Variables by which workers learn `--instruction` and `--copying`."""
+INSTRUCTION, CARD = "CHECK_INSTRUCTION", "CHECK_CARD"
+"""Variables by which workers learn `--instruction` and `--card`."""
 
 
 def apply_environment() -> None:
-    """Makes every call of this process ask for the instruction of the environment, and its kernels on mma.sync copy as it says."""
+    """Makes every call of this process on mosaic_gpu ask for the instruction of the environment, with the tiles and the way of copying
+    that the kernels on mma.sync have on its card.
+    """
     import flexjax
 
-    instruction, copying = os.environ.get(INSTRUCTION), os.environ.get(COPYING)
-    if copying:
-        from flexjax.backends.mosaic_gpu import sm80_cards
+    instruction, card = os.environ.get(INSTRUCTION), os.environ.get(CARD)
+    if card:
+        from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 
-        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=copying)
+        CARDS["9.0"] = dataclasses.replace(CARDS[card], capability="9.0")
     if instruction:
         attend = flexjax.flex_attention
 
         @functools.wraps(attend)
         def asking(*arrays: Any, kernel_options: Any = None, **options: Any) -> Any:
-            """flex_attention with the instruction among its options."""
+            """flex_attention with the instruction among its options, where the call does not name another backend."""
+            if options.get("implementation", IMPLEMENTATION) != IMPLEMENTATION:
+                return attend(*arrays, kernel_options=kernel_options, **options)
             asked = dataclasses.replace(kernel_options or flexjax.KernelOptions(), instruction=instruction)
             return attend(*arrays, kernel_options=asked, **options)
 
@@ -535,10 +539,10 @@ def main() -> int:
     parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
     parser.add_argument("--instruction", choices=("mma",), help="KernelOptions(instruction=) of every call")
-    parser.add_argument("--copying", choices=("cp.async", "tma"), help="how the kernels on mma.sync copy")
+    parser.add_argument("--card", help="compute capability whose tiles and way of copying the kernels on mma.sync take")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name, value in ((INSTRUCTION, args.instruction), (COPYING, args.copying)):
+    for name, value in ((INSTRUCTION, args.instruction), (CARD, args.card)):
         if value:
             os.environ[name] = value
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

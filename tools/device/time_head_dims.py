@@ -69,7 +69,7 @@ class Call:
 
     def ours(self, interpret: bool) -> Callable[..., Array]:
         """flex_attention as a function of q, k and v."""
-        options = flexjax.KernelOptions(interpret=interpret, experimental=True)
+        options = flexjax.KernelOptions(interpret=interpret)
         return functools.partial(
             flexjax.flex_attention,
             mask_mod=masks.causal,

@@ -1,12 +1,15 @@
 """Times the kernels on mma.sync on a Hopper GPU, in turns with torch: `PYTHONPATH=. python3 tools/device/time_mma.py`.
 
-Not collected by pytest. It shows what the kernels for Ampere, Ada and RTX Blackwell do on the one card at hand, beside kernels that
-also multiply by mma.sync there: torch's FlashAttention-2 and, in Triton, its FlexAttention. A line for each workload: milliseconds of
-the forward pass and TFLOP/s of each, the ratio to both peers, and configurations beside the default. Every result is compared
-with that of the kernels for Hopper first; the exit status is 1 where one differs. About two minutes.
+Not collected by pytest. It shows what the kernels for Ampere, Ada and RTX Blackwell do on the one card at hand, beside torch's
+FlashAttention-2, which multiplies by mma.sync there too, and its FlexAttention in Triton, twice: with WGMMA, as Triton compiles it there,
+and with mma.sync. Two lines for each workload: milliseconds and TFLOP/s of a pass, and the time of each peer over ours. Every forward
+result is compared with that of the kernels for Hopper first; the exit status is 1 where one differs. While torch compiles in processes
+of its own, nothing is timed. About half a minute a workload. time_mma_backward.py compares gradients and sizes of the backward pass.
 
     --workloads TEXT   names of workloads of the gpu suite, by semicolons
-    --rounds N         measurements of each peer (3); the least counts
+    --tiles TEXT       configurations of the forward pass beside the default, by semicolons
+    --rounds N         measurements of each of ours (3); the least counts
+    --seconds N        workloads that begin later are left out (300)
     --no-torch         without peers
 """
 
@@ -15,10 +18,16 @@ with that of the kernels for Hopper first; the exit status is 1 where one differ
 
 import argparse
 import dataclasses
+import functools
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
+
+import time_mma_backward
 
 WORKLOADS = (
     "causal d128;full d128;causal d64;full d64;window 1025 d128;12 documents d128;ALiBi causal d128;soft cap causal d128;"
@@ -37,10 +46,12 @@ TILES: dict[str, dict[str, Any]] = {
 }
 MOST_ERROR = 5e-3
 """The largest norm of a difference from the kernels for Hopper, in norms of the result."""
+MMA_SYNC = "DISABLE_MMA_V3"
+"""The variable by which Triton compiles products as mma.sync on Hopper, where it takes WGMMA without it."""
 
 
-def torch_peers(problem: Any) -> dict[str, float]:
-    """Seconds of the forward pass of each torch peer that can run the workload, by CUDA events; in a process without jax."""
+def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Name of a torch peer that can run the workload -> its forward and its backward pass, compiled; in a process without jax."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -49,28 +60,47 @@ def torch_peers(problem: Any) -> dict[str, float]:
     from flexjax.bench.inputs import random_arrays
     from flexjax.bench.suites import MODS
 
+    torch._dynamo.reset()
     arrays, array = random_arrays(problem)
-    q, k, v = (torch_flex.tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous() for n in "qkv")
+    tensors = (
+        torch_flex.tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous() for n in ("q", "k", "v", "d_out")
+    )
+    *inputs, d_out = tensors
+    for x in inputs:
+        x.requires_grad_(True)
+    grouped = {"enable_gqa": problem.heads != problem.kv_heads}
     found = {}
-    if problem.mod is None and problem.mask in ("full", "causal"):
-        attend = torch.nn.functional.scaled_dot_product_attention
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            found["FA2"] = torch_flex.events(
-                lambda: attend(
-                    q, k, v, is_causal=problem.mask == "causal", enable_gqa=problem.heads != problem.kv_heads
-                )
-            )
+    if MMA_SYNC not in os.environ and problem.mod is None and problem.mask in ("full", "causal"):
+        attend, causal = torch.nn.functional.scaled_dot_product_attention, problem.mask == "causal"
+
+        def flash() -> Any:
+            """FlashAttention-2."""
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return attend(*inputs, is_causal=causal, **grouped)
+
+        found["FA2"] = flash
     stored = None if array is None or problem.mod is None else torch_flex.tensor(array, MODS[problem.mod].stored)
+    if stored is not None and problem.learns:
+        inputs.append(stored.requires_grad_(True))
     mask, length = torch_flex._mask(problem, "cuda"), problem.length
     made = None if mask is None else torch.compile(create_block_mask)(mask, None, None, length, length, device="cuda")
     compiled, mod = torch.compile(flex_attention, dynamic=False), torch_flex._mod(problem, stored)
-    options = {"enable_gqa": problem.heads != problem.kv_heads}
-    found["Flex"] = torch_flex.events(lambda: compiled(q, k, v, score_mod=mod, block_mask=made, **options))
-    return found
+    flex = "Flex on mma.sync" if MMA_SYNC in os.environ else "Flex"
+    found[flex] = lambda: compiled(*inputs[:3], score_mod=mod, block_mask=made, **grouped)
+    calls = {}
+    for name, call in found.items():
+        out, wanted = call(), inputs[:3] if name == "FA2" else inputs
+        pull = functools.partial(torch.autograd.grad, out, wanted, d_out, retain_graph=True)
+        pull()
+        calls[name] = call, pull
+    torch.cuda.synchronize()
+    return calls
 
 
 def serve_torch() -> None:
-    """Times the workload that each line of the input names, and prints a line of JSON."""
+    """Compiles the workload that each line of the input names, times it at the next line, and prints a line of JSON: peer ->
+    seconds of both passes, by CUDA events.
+    """
     from flexjax.bench import torch_flex
     from flexjax.bench.suites import SUITES
 
@@ -78,26 +108,35 @@ def serve_torch() -> None:
     named = {p.name: p for p in SUITES["gpu"]}
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = torch_peers(named[line.strip()])
+            calls = torch_calls(named[line.strip()])
+            sys.stdin.readline()
+            answer: dict[str, Any] = {n: [torch_flex.events(c, 5) for c in passes] for n, passes in calls.items()}
         except Exception as error:  # a peer that fails says so and the others go on
             answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
         print("answer " + json.dumps(answer), flush=True)
 
 
-def ask(process: Any, name: str) -> dict[str, float]:
-    """The seconds of the torch peers on a workload; {} without them."""
-    if process is None:
-        return {}
-    process.stdin.write(name + "\n")
-    process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith("answer "):
-            found = json.loads(line[len("answer ") :])
-            if "error" in found:
-                print(f"{name}: torch {found['error']}", flush=True)
-                return {}
-            return found
-    return {}
+def say(processes: list[Any], text: str) -> None:
+    """Writes a line to each torch process: a workload to compile, or "time" for what it has compiled."""
+    for process in processes:
+        process.stdin.write(text + "\n")
+        process.stdin.flush()
+
+
+def answers(processes: list[Any], name: str) -> dict[str, list[float]]:
+    """Peer -> seconds of the forward and the backward pass, of one process after the other."""
+    found: dict[str, list[float]] = {}
+    for process in processes:
+        say([process], "time")
+        for line in process.stdout:
+            if line.startswith("answer "):
+                answer = json.loads(line[len("answer ") :])
+                if "error" in answer:
+                    print(f"{name}: torch {answer['error']}", flush=True)
+                else:
+                    found |= answer
+                break
+    return found
 
 
 def forward(problem: Any, instruction: str | None, fields: dict[str, Any]) -> Any:
@@ -127,19 +166,20 @@ def forward(problem: Any, instruction: str | None, fields: dict[str, Any]) -> An
     return run
 
 
-def rate(problem: Any, seconds: float) -> float:
-    """TFLOP/s of a forward pass."""
-    return problem.flops("forward") / seconds / 1e12
+def report(problem: Any, which: str, tile: str, took: float, peers: dict[str, float]) -> None:
+    """Prints a line: milliseconds and TFLOP/s of a pass ("forward" or "backward"), and the times of the peers over it."""
+    rate = lambda seconds: problem.flops(which) / seconds / 1e12
+    ratios = ", ".join(f"{t / took:.2f} of {p} ({1e3 * t:.3f} ms {rate(t):.0f})" for p, t in peers.items())
+    print(f"{problem.name:26} {which:8} {tile:18} {1e3 * took:8.3f} ms {rate(took):4.0f} TFLOP/s  {ratios}", flush=True)
 
 
 def main() -> int:
     """Times every workload; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=WORKLOADS)
-    parser.add_argument(
-        "--tiles", default=";".join(TILES), help="of TILES, by semicolons; beside the first only on causal"
-    )
+    parser.add_argument("--tiles", default="default", help=f"of {', '.join(TILES)}, by semicolons")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--serve-torch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -152,19 +192,26 @@ def main() -> int:
     from flexjax.bench import gpu_peers
     from flexjax.bench.suites import SUITES
 
-    process: Any = None
-    if not args.no_torch:
-        command = [sys.executable, __file__, "--serve-torch"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    named, wrong = {p.name: p for p in SUITES["gpu"]}, 0
+    processes: list[Any] = []
+    for more in (
+        ()
+        if args.no_torch
+        else ({}, {MMA_SYNC: "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp/mma", "TRITON_CACHE_DIR": "/tmp/mma/t"})
+    ):
+        command, given = [sys.executable, __file__, "--serve-torch"], {**os.environ, **more}
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given))
+    named, wrong, began = {p.name: p for p in SUITES["gpu"]}, 0, time.perf_counter()
     for name in args.workloads.split(";"):
+        if time.perf_counter() - began > args.seconds:
+            print(f"{name:26} not measured: no time is left", flush=True)
+            continue
         problem = named[name]
+        say(processes, name)
         arrays, array = gpu_peers.on_device(problem)
         operands = (arrays["q"], arrays["k"], arrays["v"], array)
         want = forward(problem, None, {})(*operands)(*operands).astype(jnp.float32)
-        tiles = args.tiles.split(";") if name in ("causal d128", "causal d64") else ["default"]
         calls: dict[str, Any] = {}
-        for tile in tiles:
+        for tile in args.tiles.split(";"):
             try:
                 jax.clear_caches()
                 calls[tile] = forward(problem, "mma", TILES[tile])(*operands)
@@ -177,19 +224,17 @@ def main() -> int:
             if not gap < MOST_ERROR:
                 wrong += 1
                 print(f"{name:26} {tile:18} WRONG: differs by {gap:.2e}", flush=True)
-        own: dict[str, float] = {}
-        peers: dict[str, float] = {}
-        for _ in range(args.rounds):
-            for tile, call in calls.items():
-                own[tile] = min(own.get(tile, 1e9), gpu_peers.device_time(call, *operands, calls=10)[0])
-            for peer, took in ask(process, name).items():
-                peers[peer] = min(peers.get(peer, 1e9), took)
-        beside = ", ".join(f"{p} {1e3 * t:.3f} ms {rate(problem, t):.0f}" for p, t in peers.items())
+        both = time_mma_backward.step(problem, instruction="mma")[0]
+        jax.block_until_ready(both(**arrays, array=array))
+        peers = answers(processes, name)
+        seconds = lambda call, *given: min(gpu_peers.device_time(call, *given, calls=10)[0] for _ in range(args.rounds))
+        own = {tile: seconds(call, *operands) for tile, call in calls.items()}
         for tile, took in own.items():
-            ratios = " ".join(f"{t / took:.2f} of {p}" for p, t in peers.items()) if tile == "default" else ""
-            text = f"{name:26} {tile:18} {1e3 * took:8.3f} ms {rate(problem, took):4.0f} TFLOP/s  {ratios}"
-            print(text + (f"  ({beside})" if tile == "default" and beside else ""), flush=True)
-    if process is not None:
+            report(problem, "forward", tile, took, {p: t[0] for p, t in peers.items()} if tile == "default" else {})
+        if "default" in own:
+            took = seconds(functools.partial(both, **arrays, array=array)) - own["default"]
+            report(problem, "backward", "default", took, {p: t[1] for p, t in peers.items()})
+    for process in processes:
         process.stdin.close()
         process.wait()
     return int(wrong > 0)

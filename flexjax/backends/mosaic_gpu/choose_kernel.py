@@ -52,7 +52,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     DenseBiasTypes,
     splits_dkv,
 )
-from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
+from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS, Card
@@ -80,8 +80,7 @@ HOPPER = "9.0"
 
 def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
     """Why no kernels are for the target, in a sentence; None if some are, or if the target or its kind is not known yet. A kind
-    whose compute capability is not known is refused. GPUs other than Hopper are refused unless the options ask for mma.sync,
-    because no run on such a GPU has shown that the kernels are right there. In the simulator any device will do.
+    whose compute capability is not known is refused. In the simulator any device will do.
     """
     if options.interpret or target is None or target.kind is None:
         return None
@@ -90,28 +89,7 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
         return f"{kernels}; the compute capability of {target.kind} is not known."
     if target.capability not in CARDS:
         return f"{kernels}; {target.kind} has {target.capability}."
-    if target.capability != HOPPER and options.instruction is None:
-        return (
-            f"The GPU kernels for compute capability {target.capability} were compiled and simulated, and have not run on such a GPU "
-            f"yet; on {target.kind}, KernelOptions(instruction='mma') turns them on."
-        )
     return None
-
-
-def refuses_untried(plan: KernelPlan, target: Target | None) -> str | None:
-    """Why a kernel that no GPU has run yet is not used for a plan, in a sentence; None if the plan needs no such kernel or its
-    options ask for them, and in the simulator.
-
-    target   the device that the pass is lowered for; nothing is refused where it is None
-    """
-    options = plan.options
-    if target is None or options.experimental or options.interpret or ctas_of(plan) == 1:
-        return None
-    dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
-    return (
-        f"The GPU kernels for head dims above {WIDEST_CTA}, here {dims}, were compiled and simulated, and have not run on a GPU yet; "
-        "KernelOptions(experimental=True) turns them on."
-    )
 
 
 def mma_card(target: Target | None, options: KernelOptions) -> Card | None:

@@ -70,8 +70,7 @@ class DecodeTile:
     stored                 "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
                            (decode_sm90_widen.py) before it multiplies; None for a cache of the plan's dtype
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
-    straight               whether a quantised cache may be `transposed`: where the options ask for kernels that no GPU has run
-                           yet, and not for products that may be large
+    straight               whether a quantised cache may be `transposed`: not for products that may be large
     programs               CTAs of the grid: as many as the GPU has SMs
     """
 
@@ -250,7 +249,7 @@ def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
         page_rows=math.gcd(page, block_kv) if page else block_kv,
         stored=plan.cache_dtype,
         lazy_rescale=not plan.max_scores,
-        straight=plan.options.experimental and not may_be_large_product(plan.score),
+        straight=not may_be_large_product(plan.score),
     )
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)

@@ -74,7 +74,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     card = choose_kernel.mma_card(target, plan.options)
     if card is not None:
         return _refuses_mma(plan, card)
-    return choose_kernel.refuses_untried(plan, target) or _refuses_tiles(plan)
+    return _refuses_tiles(plan)
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:

@@ -118,7 +118,7 @@ def compile_entry(entry: str) -> None:
         compile_on_mesh(entry)
         return
     name, dtype = TABLE[entry]
-    problem = BoundCase(CASES[name], dtype, "mosaic_gpu", KernelOptions(experimental=True))
+    problem = BoundCase(CASES[name], dtype, "mosaic_gpu", KernelOptions())
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array) -> object:

@@ -443,7 +443,6 @@ def compile_cases(names: list[str]) -> None:
         page, stored = case.pop("page", 0), case.pop("stored", None)
         made = forward_problem(**{**given, **case})
         plan, operands = in_pages(made, page, stored) if page else (made.plan, made.operands)
-        plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, experimental=True))
         tile = decode_tiles.decode_tile(plan)
 
         def forward(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:

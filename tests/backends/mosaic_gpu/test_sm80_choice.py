@@ -39,7 +39,7 @@ def plan(
 @pytest.mark.parametrize(
     ("target", "options", "capability"),
     [
-        (A100, MMA, "8.0"), (L40S, MMA, "8.9"), (RTX, MMA, "12.0"), (H200, {}, None), (None, {}, None),
+        (A100, MMA, "8.0"), (A100, {}, "8.0"), (RTX, {}, "12.0"), (L40S, MMA, "8.9"), (RTX, MMA, "12.0"), (H200, {}, None), (None, {}, None),
         (H200, MMA, "9.0"), (None, MMA, "9.0"),
         (A100, {"interpret": True}, None), (A100, {"interpret": True, "instruction": "mma"}, "9.0"),
     ],
@@ -99,16 +99,11 @@ def test_options_choose_among_the_tiles(target: Target) -> None:
         assert sizes == tuple(options[n] for n in ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd"))
 
 
-NOT_RUN = (
-    "The GPU kernels for compute capability 8.0 were compiled and simulated, and have not run on such a GPU yet; on "
-    "NVIDIA A100-SXM4-80GB, KernelOptions(instruction='mma') turns them on."
-)
 REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
     "B200": (B200, {}, f"{KERNELS}; NVIDIA B200 has 10.0."),
     "B200, mma.sync": (B200, {"instruction": "mma"}, f"{KERNELS}; NVIDIA B200 has 10.0."),
     "V100": (Target("cuda", "Tesla V100", "7.0", 80), {}, f"{KERNELS}; Tesla V100 has 7.0."),
     "unknown": (Target("cuda", "some GPU"), {}, f"{KERNELS}; the compute capability of some GPU is not known."),
-    "not asked for": (A100, {}, NOT_RUN),
     "float32": (A100, {"dtype": "float32", **MMA}, "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."),
     "split": (A100, {"split": 256, **MMA}, "The GPU kernels on mma.sync do not split the keys (kernel_options.split=256)."),
     "tile": (

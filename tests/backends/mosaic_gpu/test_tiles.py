@@ -35,7 +35,7 @@ def plan(
     return KernelPlan(
         *(2, 16, 16 // group, 8192, 8192, dim, dim, "bfloat16", "BTNH", dim**-0.5),
         blocks=blocks,
-        options=KernelOptions(**{"experimental": dim > 256, **options}),
+        options=KernelOptions(**options),
     )
 
 
@@ -342,17 +342,10 @@ def test_only_the_kernels_of_hopper_split_columns() -> None:
     assert support.refuses(plan(dim=512, instruction="mma"), ampere, JAX) == refused
 
 
-def test_wide_heads_are_refused_unless_asked_for() -> None:
-    assert support.refuses(plan(dim=512, experimental=False), HOPPER, JAX) == (
-        "The GPU kernels for head dims above 256, here 512 and 512, were compiled and simulated, and have not run on a GPU yet; "
-        "KernelOptions(experimental=True) turns them on."
-    )
-
-
 def test_every_head_dim_has_tiles() -> None:
     for dim in range(8, 577, 8):
         for value_dim in (8, 64, 256, 264, 320, 512):
-            made = dataclasses.replace(plan(dim=dim, block=BLOCKS, experimental=True), value_dim=value_dim)
+            made = dataclasses.replace(plan(dim=dim, block=BLOCKS), value_dim=value_dim)
             assert support.refuses(made, HOPPER, JAX) is None, (dim, value_dim)
             tiles = choose_kernel.backward_kernels(made)
             if max(dim, value_dim) > 256:
