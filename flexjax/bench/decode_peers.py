@@ -35,7 +35,7 @@ from flexjax.bench.decode_cases import (
 )
 from flexjax.bench.inputs import REFERENCE, alone
 from flexjax.bench.kernel_times import device_time
-from flexjax.types import MaskMod, ScoreMod
+from flexjax.types import KernelOptions, MaskMod, ScoreMod
 
 Array = jax.Array
 Arrays = dict[str, Array]
@@ -120,14 +120,17 @@ def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
 # ------------------------------------------------------------------- peers
 
 
-def flexjax(case: DecodeCase) -> Run:
+def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
     """flexjax as a user calls it: flex_attention, or paged_attention for a cache in pages. On a GPU the call raises if the Mosaic GPU
     kernels refuse it, because a fallback would be measured in their place.
+
+    options   of the call; None: the defaults
     """
     import flexjax as package
     from flexjax import masks, paged
 
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else None
+    asked: dict[str, typing.Any] = {"implementation": implementation, "kernel_options": options}
     tree = None
     if case.mod == "tree":  # made beforehand, because all layers of a model share it
         parents = np.array([-1, *((n - 1) // 2 for n in range(1, case.q_len))], np.int32)
@@ -147,9 +150,7 @@ def flexjax(case: DecodeCase) -> Run:
             whole = (None, None, case.keys, case.keys)
             given["origin"] = package.Origin(query=case.first_query(), whole=whole)
         return tuple(
-            package.flex_attention(
-                *(arrays[x][n] for x in ("query", "key", "value")), implementation=implementation, **given
-            )
+            package.flex_attention(*(arrays[x][n] for x in ("query", "key", "value")), **asked, **given)
             for n in range(case.copies)
         )
 
@@ -166,7 +167,7 @@ def flexjax(case: DecodeCase) -> Run:
         if case.ragged:
             given["cu_q_lens"] = case.q_len * jnp.arange(case.batch + 1, dtype=jnp.int32)
             query = query.reshape(-1, *query.shape[2:])
-        out = package.paged_attention(query, cache, table, implementation=implementation, **given)
+        out = package.paged_attention(query, cache, table, **asked, **given)
         return (out.reshape(arrays["query"].shape[1:]),)
 
     return in_pages if case.page else contiguous

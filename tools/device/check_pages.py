@@ -2,16 +2,29 @@
 
 Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py, which run in the simulator there. About half a
 minute on an H200.
+
+    --instruction mma    the kernels on mma.sync; quantised caches are left out, which these refuse
+    --copying cp.async   with it, tiles copied by cp.async, as on compute capability 8.x
 """
 
+import argparse
+import dataclasses
 import sys
 import traceback
 
+from flexjax.backends.mosaic_gpu import sm80_cards
 from tests.backends.mosaic_gpu import test_pages
 
 
 def main() -> int:
     """Prints a line for each check; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instruction", choices=["mma"])
+    parser.add_argument("--copying", choices=["cp.async", "tma"])
+    args = parser.parse_args()
+    test_pages.INSTRUCTION = args.instruction
+    if args.copying:
+        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=args.copying)
     checks = {name: (test_pages.check_case, name) for name in test_pages.CASES}
     checks |= {
         check.__name__: (check,)
@@ -22,7 +35,8 @@ def main() -> int:
             test_pages.check_many_queries,
         )
     }
-    checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
+    if args.instruction is None:
+        checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
     failed = 0
     for name, (check, *arguments) in checks.items():
         try:

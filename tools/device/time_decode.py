@@ -4,8 +4,11 @@ Not collected by pytest. `python -m flexjax.bench --suite decode` times the kern
 single cases of that suite, by the times of their kernels, and runs its three plain cases with other tiles, chunks and rings. A line
 that fails says why and the others go on. About a minute on an H200, of which most is compilation.
 
-    --only PATTERN   instead, the cases of the suite whose names match (shell pattern), as users get them, with a line for each kernel
-    --steps N        measured steps (20)
+    --only PATTERN       instead, the cases of the suite whose names match (shell pattern), as users get them, with a line for each kernel
+    --instruction mma    the decode kernel on mma.sync; each result is compared with that of the kernel for Hopper, and the exit status
+                         is 1 where one differs
+    --copying cp.async   with it, tiles copied by cp.async, as on compute capability 8.x
+    --steps N            measured steps (20)
 """
 
 import argparse
@@ -17,56 +20,81 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from flexjax.backends.mosaic_gpu import decode_sm90, decode_tiles
+from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles, decode_sm90, decode_tiles, sm80_cards
+from flexjax.bench import decode_peers
 from flexjax.bench.decode_cases import DECODE_SUITES, OWN_PEER, DecodeCase
-from flexjax.bench.decode_peers import PEERS, Arrays, Outs, Run, compiled_case
+from flexjax.bench.decode_peers import Arrays, Outs, Run, compiled_case
 from flexjax.bench.kernel_times import kernel_times
 from flexjax.prepare import prepare
+from flexjax.types import KernelOptions
 
 PLAIN = ("B16 S32k", "B1 S128k", "B64 S4k")
 SIZES = ((64, 4, 512), (64, 4, 2048), (64, 2, 1024), (128, 2, 1024), (128, 2, 2048))
-"""Keys of a tile, slots of the rings, keys of a chunk."""
+MMA_SIZES = ((64, 3, 512), (64, 3, 2048), (64, 2, 1024), (64, 4, 1024), (32, 3, 1024), (32, 4, 1024), (128, 1, 1024))
+"""Keys of a tile, slots of the rings, keys of a chunk; the second of the kernel on mma.sync."""
+MOST_ERROR = 5e-3
+"""The largest norm of a difference from the kernel for Hopper, in norms of the result."""
 
 
-def with_sizes(block_kv: int, stages: int, chunk: int) -> Run:
-    """The decode kernel with another configuration, for a case without a mod: arrays of the case -> (out,).
+def with_sizes(instruction: str | None, block_kv: int, stages: int, chunk: int) -> Run:
+    """A decode kernel with another configuration, for a case without a mod: arrays of the case -> (out,).
 
-    block_kv   keys of a tile
-    stages     slots of the rings of key and value tiles
-    chunk      keys of a work item
+    instruction   "mma" or None
+    block_kv      keys of a tile
+    stages        slots of the rings of key and value tiles
+    chunk         keys of a work item
     """
+    sizes: dict[str, int] = dict(block_kv=block_kv, page_rows=block_kv, stages=stages, chunk=chunk)
 
     def run(arrays: Arrays) -> Outs:
         """The result of the decode kernel for the first of the caches in `arrays`, in a tuple."""
         call = prepare(*(arrays[name][0] for name in ("query", "key", "value")), return_aux=None)
-        tile = decode_tiles.decode_tile(call.plan)
-        sizes: dict[str, int] = dict(block_kv=block_kv, page_rows=block_kv, stages=stages, chunk=chunk)
-        tile = dataclasses.replace(tile, programs=jax.devices()[0].core_count, **sizes)
-        assert decode_tiles.decode_fits(tile), sizes
-        return (decode_sm90.forward(call.plan, call.operands, tile).out,)
+        cores = jax.devices()[0].core_count
+        if instruction is None:
+            tile = dataclasses.replace(decode_tiles.decode_tile(call.plan), programs=cores, **sizes)
+            assert decode_tiles.decode_fits(tile), sizes
+            return (decode_sm90.forward(call.plan, call.operands, tile).out,)
+        card = sm80_cards.CARDS["9.0"]
+        made = dataclasses.replace(decode_sm80_tiles.mma_decode_tile(call.plan, card), **sizes)
+        assert made.resident_ctas(card), sizes
+        made = dataclasses.replace(made, programs=cores * made.resident_ctas(card))
+        return (decode_sm80.forward(call.plan, call.operands, made).out,)
 
     return run
 
 
-def runs(only: str | None) -> Iterator[tuple[str, DecodeCase, Run | None]]:
-    """(text, case, call) of each line of the table; the call is None where it is the one that users get.
+def runs(only: str | None, instruction: str | None) -> Iterator[tuple[str, DecodeCase, Run]]:
+    """(text, case, call) of each line of the table.
 
-    only   shell pattern of case names; None: the cases of PLAIN, as users get them and with each of SIZES
+    only          shell pattern of case names; None: the cases of PLAIN, as users get them and with other sizes
+    instruction   "mma" or None, which every call asks for
     """
+    options = KernelOptions(instruction=instruction)  # pyright: ignore[reportArgumentType]  # argparse has checked it
     for case in DECODE_SUITES["decode"]:
-        if only is not None and fnmatch.fnmatch(case.name, only):
-            yield case.name, case, None
+        if fnmatch.fnmatch(case.name, only) if only is not None else case.name in PLAIN:
+            yield case.name, case, decode_peers.flexjax(case, options)
         if only is None and case.name in PLAIN:
-            yield case.name, case, None
-            for sizes in SIZES:
-                yield "{}, {} keys, {} slots, chunks of {}".format(case.name, *sizes), case, with_sizes(*sizes)
+            for sizes in SIZES if instruction is None else MMA_SIZES:
+                yield (
+                    "{}, {} keys, {} slots, chunks of {}".format(case.name, *sizes),
+                    case,
+                    with_sizes(instruction, *sizes),
+                )
 
 
-def report(text: str, case: DecodeCase, run: Run | None, steps: int, by_kernel: bool) -> None:
+def difference(case: DecodeCase, run: Run) -> float:
+    """The norm of the difference between the first result of a call and that of the kernels for Hopper, in norms of the latter."""
+    found = []
+    for each in (run, None):
+        compiled = compiled_case(OWN_PEER, case, each)
+        found.append(np.asarray(compiled.run(compiled.make(compiled.given))[0], np.float32))
+    return float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]))
+
+
+def report(text: str, case: DecodeCase, run: Run, steps: int, by_kernel: bool) -> None:
     """Measures a call and prints its milliseconds for each cache of the case, and with `by_kernel` those of each kernel.
 
     text    the start of the line
-    run     the call; None: the one that users get
     steps   measured calls
     """
     compiled = compiled_case(OWN_PEER, case, run)
@@ -78,14 +106,17 @@ def report(text: str, case: DecodeCase, run: Run | None, steps: int, by_kernel: 
         print(f"      {1e3 * part / case.copies:8.4f} ms  {name[:80]}", flush=True)
 
 
-def same_bits() -> bool:
-    """Whether the result of one batch entry has the same bits alone and among 64 batch entries."""
+def same_bits(options: KernelOptions) -> bool:
+    """Whether the result of one batch entry has the same bits alone and among 64 batch entries.
+
+    options   of the calls
+    """
     case = DecodeCase("bits", 64, 4096, mod="relative table")
-    among = compiled_case(OWN_PEER, case)
+    among = compiled_case(OWN_PEER, case, decode_peers.flexjax(case, options))
     arrays = among.make(among.given)
     alone = {n: x[:, 5:6] if n in ("query", "key", "value") else x for n, x in arrays.items()}
     alone["lengths"] = arrays["lengths"][5:6]
-    call = jax.jit(PEERS[OWN_PEER](dataclasses.replace(case, batch=1)))
+    call = jax.jit(decode_peers.flexjax(dataclasses.replace(case, batch=1), options))
     return bool((np.asarray(among.run(arrays)[0][5]) == np.asarray(call(alone)[0][0])).all())
 
 
@@ -93,16 +124,24 @@ def main() -> int:
     """Prints the table; returns 1 if a call failed or bits differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only")
+    parser.add_argument("--instruction", choices=["mma"])
+    parser.add_argument("--copying", choices=["cp.async", "tma"])
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
+    if args.copying:
+        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=args.copying)
     failed = 0
-    for text, case, run in runs(args.only):
+    for text, case, run in runs(args.only, args.instruction):
         try:
             report(text, case, run, args.steps, args.only is not None)
+            if args.instruction:
+                found = difference(case, run)
+                print(f"      differs from the kernels for Hopper by {found:.1e}", flush=True)
+                failed += not found <= MOST_ERROR
         except Exception as error:  # the others are still worth measuring
             failed += 1
             print(f"{text:<50} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-    equal = same_bits()
+    equal = same_bits(KernelOptions(instruction=args.instruction))
     print("bits of a batch entry alone and among 64 are equal:", equal)
     return int(failed > 0 or not equal)
 

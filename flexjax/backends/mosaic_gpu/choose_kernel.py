@@ -9,10 +9,11 @@
     10.x                   none yet
     12.0, 12.1             mma.sync, tiles copied by TMA
 
-The rest is about the kernels for Hopper; forward_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the mma.sync kernels by
-the card.
+The rest is about the kernels for Hopper; forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the
+mma.sync kernels by the card.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
+    mma_decode_kernel        the same on mma.sync, chosen by the same rules
     gathers_pages(plan)      whether keys in pages are gathered for the forward kernel
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
@@ -36,6 +37,7 @@ import typing
 
 from flexjax.backends.mosaic_gpu import (
     backward_sm80_tiles,
+    decode_sm80_tiles,
     decode_tiles,
     dq_order,
     forward_sm80_tiles,
@@ -53,6 +55,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     splits_dkv,
 )
 from flexjax.backends.mosaic_gpu.columns import ctas_of
+from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeTile
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS, Card
@@ -60,6 +63,8 @@ from flexjax.backends.target import Target
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.types import KernelOptions
+
+AnyDecodeTile = typing.TypeVar("AnyDecodeTile", bound=decode_tiles.DecodeTile)
 
 MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
@@ -115,7 +120,19 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
     """
     if decode_tiles.decode_refuses(plan) or not _decode_is_faster(plan):
         return None
-    tile, split = decode_tiles.decode_tile(plan), plan.options.split
+    return _split_as_asked(plan, decode_tiles.decode_tile(plan))
+
+
+def mma_decode_kernel(plan: KernelPlan, card: Card) -> MmaDecodeTile | None:
+    """The same of the decode kernel on mma.sync on a card."""
+    if decode_sm80_tiles.mma_decode_refuses(plan, card) or not _decode_is_faster(plan):
+        return None
+    return _split_as_asked(plan, decode_sm80_tiles.mma_decode_tile(plan, card))
+
+
+def _split_as_asked(plan: KernelPlan, tile: AnyDecodeTile) -> AnyDecodeTile:
+    """The configuration with chunks of the size that the option `split` asks for, rounded up to whole key tiles."""
+    split = plan.options.split
     return tile if split in (None, "auto") else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
 
 
@@ -299,50 +316,63 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
     plan     with the blocks that the kernels visit
     given    the same plan with the blocks of the user's block mask
     target   the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
-             forward kernel one of its SMs holds
+             kernel of the forward pass one of its SMs holds
 
     For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
     (`_decode_is_faster`) but which it refuses, the text says why.
     """
     card = mma_card(target, plan.options)
-    if card is not None:
-        return _describe_mma(plan, card)
-    forward = _describe_forward(plan, given)
+    forward = _describe_forward(plan, given) if card is None else _describe_mma_forward(plan, given, card)
     if given.page:
         return f"keys gathered from their pages, {forward}" if gathers_pages(given) else forward
+    if card is not None:
+        dq, dkv = mma_backward_kernels(plan, card)
+        return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
     shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""
     return f"{forward}, backward {_describe_backward(plan)}{shared}"
 
 
-def _describe_mma(plan: KernelPlan, card: Card) -> str:
-    """The kernels on mma.sync as text."""
+def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> str:
+    """The kernel on mma.sync of the forward pass as text, with the card's compute capability and way of copying.
+
+    plan, given   as for `describe`
+    """
+    text = f"mma.sync with {card.copying} for compute capability {card.capability}: "
+    decode = mma_decode_kernel(given, card)
+    if decode is not None:
+        return f"{text}{_work_items(plan, decode)}, {_occupancy(decode, card)}"
     tile = forward_sm80_tiles.forward_tile(plan, card)
-    fits = {1: "one CTA", 2: "two CTAs"}.get(tile.resident_ctas(card), f"{tile.resident_ctas(card)} CTAs")
-    dq, dkv = mma_backward_kernels(plan, card)
-    return (
-        f"mma.sync with {tile.copying} for compute capability {card.capability}: forward {tile.block_q} x {tile.block_kv}, "
-        f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM, backward dQ {dq.owned} x {dq.visited}, "
-        f"dK/dV {dkv.visited} x {dkv.owned}"
-    )
+    return f"{text}forward {tile.block_q} x {tile.block_kv}, {_occupancy(tile, card)}"
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernel of the forward pass as text: "forward 128 x 128", with the reason why it is not the decode kernel
-    where `describe` says so; for the decode kernel "forward decode" with its packed rows x keys of a tile, and its work
-    items.
+    where `describe` says so; or that of `_work_items`.
 
     plan, given   as for `describe`
     """
     decode = decode_kernel(given)
     if decode is not None:
-        items = plan.batch * plan.kv_heads * decode_tiles.chunks(plan, decode)
-        return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
+        return _work_items(plan, decode)
     tile = forward_kernel(plan)
     text = f"forward {tile.block_q} x {tile.block_kv}"
     why = decode_tiles.decode_refuses(given)
     if why is None or plan.q_len * plan.group > decode_tiles.ROWS or not _decode_is_faster(given):
         return text
     return f"{text} (not the decode kernel: {why})"
+
+
+def _work_items(plan: KernelPlan, decode: decode_tiles.DecodeTile) -> str:
+    """A decode kernel as text: "forward decode" with its packed rows x keys of a tile, and its work items."""
+    items = plan.batch * plan.kv_heads * decode_tiles.chunks(plan, decode)
+    return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
+
+
+def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Card) -> str:
+    """The rings of a kernel on mma.sync and how many of its CTAs an SM holds, as text: "2 stages, two CTAs on an SM"."""
+    ctas = tile.resident_ctas(card)
+    fits = {1: "one CTA", 2: "two CTAs"}.get(ctas, f"{ctas} CTAs")
+    return f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM"
 
 
 def _describe_backward(plan: KernelPlan) -> str:

@@ -39,15 +39,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
 
     `support.refuses(plan)` and `decode_tiles.decode_refuses(plan)` must have answered None.
     """
-    query_lengths, key_lengths = existing(plan, operands)
-    setup = decode_setup(plan, tile, operands)
-    items, first = setup.items, None
-    if has_interval(plan):
-        first, end = visible_interval(plan, operands, query_lengths)
-        key_lengths = end if key_lengths is None else jnp.minimum(key_lengths, end)
-    work = items.work(key_lengths, operands.lists, first)
-    inputs = _inputs(setup, operands, work)
-    shape = (plan.batch, plan.kv_heads, items.chunks)
+    setup, inputs, query_lengths = prepared(plan, operands, tile)
 
     def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]) -> None:
         """The decode kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
@@ -56,23 +48,61 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
         when(role < tile.groups)(consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(DecodeProducer(setup, inputs, scratch).run)
 
-    like = inputs.query
     results: DecodeOutputs[jax.Array] = launch(
         kernel,
         inputs,
-        DecodeOutputs(
-            out=kernel_parts.output((*shape, tile.used_rows, tile.value_dim), jnp.float32, like),
-            stats=kernel_parts.output((*shape, 2, tile.used_rows), jnp.float32, like),
-        ),
+        partial_results(setup, inputs.query),
         decode_scratch(tile, plan.dtype),
         name="flexjax_forward_decode",
-        programs=items.programs,
+        programs=setup.items.programs,
         warpgroups=tile.groups + 1,
         interpret=setup.interpret,
     )
-    return decode_sm90_merge.merged(
-        plan, setup.softmax, results.out, results.stats, items.live(work), operands.sinks, query_lengths
+    return merged(plan, setup, inputs.work, results, operands.sinks, query_lengths)
+
+
+# ------------------------------------------------------------------- shared by the decode kernels
+
+
+def prepared(
+    plan: KernelPlan, operands: Operands, tile: DecodeTile
+) -> tuple[DecodeSetup, DecodeInputs[jax.Array], jax.Array | None]:
+    """(what is known before the kernel is traced, the operands as it reads them, how many queries of each batch entry exist as [B]
+    int32 or None for all).
+    """
+    query_lengths, key_lengths = existing(plan, operands)
+    setup, first = decode_setup(plan, tile, operands), None
+    if has_interval(plan):
+        first, end = visible_interval(plan, operands, query_lengths)
+        key_lengths = end if key_lengths is None else jnp.minimum(key_lengths, end)
+    work = setup.items.work(key_lengths, operands.lists, first)
+    return setup, _inputs(setup, operands, work), query_lengths
+
+
+def partial_results(setup: DecodeSetup, like: jax.Array) -> DecodeOutputs[jax.ShapeDtypeStruct]:
+    """The shapes of the partial results of the chunks. Inside shard_map they vary over the mesh axes of `like`."""
+    plan, tile = setup.plan, setup.tile
+    shape = (plan.batch, plan.kv_heads, setup.items.chunks)
+    return DecodeOutputs(
+        out=kernel_parts.output((*shape, tile.used_rows, tile.value_dim), jnp.float32, like),
+        stats=kernel_parts.output((*shape, 2, tile.used_rows), jnp.float32, like),
     )
+
+
+def merged(
+    plan: KernelPlan,
+    setup: DecodeSetup,
+    work: Work[jax.Array],
+    results: DecodeOutputs[jax.Array],
+    sinks: jax.Array | None,
+    query_lengths: jax.Array | None,
+) -> Results:
+    """The results of a call from the partial results of its chunks.
+
+    query_lengths   of `prepared`
+    """
+    live = setup.items.live(work)
+    return decode_sm90_merge.merged(plan, setup.softmax, results.out, results.stats, live, sinks, query_lengths)
 
 
 def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:

@@ -28,32 +28,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, registers
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns, scales_of_tile
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns
 from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, load
 from flexjax.backends.mosaic_gpu.online_softmax import State
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scores import scores_of
-from flexjax.backends.mosaic_gpu.tile_values import Scaled
-from flexjax.ir.program import Program
 
 f32 = np.float32
 FIRST, SECOND = 0, 1
 """Numbers of the consumers."""
-
-
-class Programs(typing.NamedTuple):
-    """The programs of score_mod and mask_mod at the rows of one work item; None for those that the plan lacks."""
-
-    score: TileProgram | None
-    mask: TileProgram | None
-
-    def at_columns(self, start: Scalar) -> "Programs":
-        """The programs with the vectors over the keys of the tile whose first key is `start`."""
-        return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
 
 
 class Partial(typing.NamedTuple):
@@ -70,16 +56,12 @@ class Partial(typing.NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConsumer:
-    """One of the two consumer warpgroups of a CTA.
+class DecodeConsumer(ItemConsumer):
+    """One of the two consumer warpgroups of a CTA: beside the fields of ItemConsumer
 
-    setup                      what is known before the kernel is traced
-    inputs, outputs, scratch   Refs to operands and results in global memory, and to the CTA's shared memory
+    scratch   Refs to the CTA's shared memory
     """
 
-    setup: DecodeSetup
-    inputs: DecodeInputs[Ref]
-    outputs: DecodeOutputs[Ref]
     scratch: DecodeScratch[Ref]
 
     def run(self) -> None:
@@ -120,7 +102,7 @@ class DecodeConsumer:
         """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         programs = Programs(
-            self._at_rows(setup.score, self.inputs.score, item), self._at_rows(setup.mask, self.inputs.mask, item)
+            self.at_rows(setup.score, self.inputs.score, item), self.at_rows(setup.mask, self.inputs.mask, item)
         )
         slot = kernel_parts.slot_of(turn, tile.query_slots)
         plgpu.barrier_wait(scratch.query_full.at[slot])
@@ -139,24 +121,6 @@ class DecodeConsumer:
         own = Partial(out, *setup.softmax.finish(state, row_term))
         when(group == SECOND)(lambda: self._hand_over(own))
         when(group == FIRST)(lambda: self._write(item, own))
-
-    def _at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
-        """A program of packed rows with its row vectors computed; None for None.
-
-        refs   its captured arrays
-        """
-        if program is None:
-            return None
-        setup = self.setup
-        return TileProgram(
-            program,
-            refs,
-            (ROWS, setup.tile.block_kv),
-            Place(item.b, item.kv_head),
-            edge=(setup.tile.used_rows, setup.plan.kv_len) if setup.items.tiles_may_overhang else None,
-            used_rows=setup.tile.used_rows,
-            interpret=setup.interpret,
-        ).at_rows(i32(0))
 
     def _release(self, free: Ref) -> None:
         """Arrives at `free`, the barrier of a slot that this warpgroup has read for the last time; the producer waits
@@ -193,7 +157,7 @@ class DecodeConsumer:
         number = setup.items.tile_number(self.inputs.work, item, n)
         start = setup.items.start(number)
         programs = programs.at_columns(start)
-        key_scales, value_scales = self._scales(item, start)
+        key_scales, value_scales = self.scales(item, start)
         plgpu.barrier_wait(scratch.key_full.at[slot])
         keys = self._widened(scratch.key.at[slot], scratch.wide_key)
         if tile.stored is not None:
@@ -215,7 +179,7 @@ class DecodeConsumer:
             self._release(scratch.key_free.at[slot])
         if key_scales:
             s = scaled_columns(s, key_scales, setup.interpret)
-        scores = self._masked(
+        scores = self.masked(
             scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret),
             programs.mask,
             number,
@@ -246,18 +210,6 @@ class DecodeConsumer:
             self._release(scratch.value_free.at[slot])
         return out, state
 
-    def _scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
-        """(scales of keys, scales of values) of a key tile of a quantised cache: float32 scalars, one for each of the
-        tile's parts or one for the whole tile. Scores are multiplied by the first, weights by the second. Both are empty
-        if the cache is not quantised.
-
-        start   first key of the tile
-        """
-        if self.inputs.scales is None:
-            return [], []
-        key, value = (scales_of_tile(self.setup, scale, item, start) for scale in self.inputs.scales)
-        return key, value
-
     def _widened(self, stored: Ref, wide: Ref | None) -> Ref:
         """The key or value tile that WGMMA reads: `stored` itself or, for a quantised cache, this warpgroup's copy of it
         in 16 bits, which this writes. The caller calls `plgpu.commit_smem` before the product.
@@ -276,27 +228,6 @@ class DecodeConsumer:
         """This warpgroup's part, [block_kv, dim], of `wide_key` or `wide_value`, which must not be None."""
         assert wide is not None
         return wide.at[lax.axis_index("wg")]
-
-    def _masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
-        """The scores with -inf where mask_mod hides them, at keys from `end` on, and, in a last tile that begins earlier
-        (`DecodeItems.start`), at keys that belong to the tile before it.
-
-        mask     at the rows and columns of the tile; None without a mask_mod
-        number   of the key tile
-        start    number of the first key in its slot
-        end      how many keys of the batch entry exist
-        """
-        items, keys = self.setup.items, self.setup.tile.block_kv
-        s = scores.tile
-        if mask is not None:
-            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
-        if items.has_limits:
-            column = registers.column_iota(keys)
-            inside = column < end - start
-            if items.stored_keys % keys and items.stored_keys > keys:
-                inside = inside & (column >= number * keys - start)
-            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
-        return scores._replace(tile=s)
 
     def _clear_past_end(self, values: Ref, rows: Scalar) -> None:
         """Overwrites the rows of a value tile from number `rows` on by zeros, because memory past the length of a batch

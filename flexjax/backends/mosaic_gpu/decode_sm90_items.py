@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends.mosaic_gpu import decode_tiles
-from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, DecodeTile
+from flexjax.backends.mosaic_gpu.decode_tiles import DecodeTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.block_mask import transpose
@@ -118,16 +118,16 @@ class DecodeItems:
 
     @property
     def stored_keys(self) -> int:
-        """Rows of keys in memory: those of the plan, rounded up to COPY_ROWS."""
-        return round_up(self.plan.kv_len, COPY_ROWS)
+        """Rows of keys in memory: those of the plan, rounded up to the `copy_rows` of the tile."""
+        return round_up(self.plan.kv_len, self.tile.copy_rows)
 
     @property
     def tiles_may_overhang(self) -> bool:
         """Whether some key tile reaches past the last key of the array: where the array is shorter than a tile, or was
-        padded to a multiple of COPY_ROWS. Otherwise the last tile begins earlier (`start`), so that it ends with the
+        padded to a multiple of `copy_rows`. Otherwise the last tile begins earlier (`start`), so that it ends with the
         array.
         """
-        return self.plan.kv_len % COPY_ROWS > 0 or self.stored_keys < self.tile.block_kv
+        return self.plan.kv_len % self.tile.copy_rows > 0 or self.stored_keys < self.tile.block_kv
 
     @property
     def chunks_first(self) -> bool:

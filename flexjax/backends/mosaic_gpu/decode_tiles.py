@@ -93,6 +93,11 @@ class DecodeTile:
     producer_registers = 40
 
     @property
+    def copy_rows(self) -> int:
+        """Lengths of keys and values in memory are multiples of this many rows."""
+        return COPY_ROWS
+
+    @property
     def transposed(self) -> bool:
         """Whether bytes are multiplied straight from registers, keys as rows (decode_fragments.py); for few packed rows alone, whose
         sums fit the registers of each warp.
@@ -263,6 +268,18 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     """Why the decode kernel cannot run a plan, in a sentence; None where it can. Neither the device nor the version of
     jax is considered, and not whether the kernel would be faster (`choose_kernel.decode_kernel`).
     """
+    reason = refuses_call(plan)
+    if reason is None and _fitting_tile(plan) is None:
+        dims = f"head dims {plan.head_dim} and {plan.value_dim}"
+        rows = plan.q_len * plan.group
+        return f"Its tiles of {plan.cache_dtype or plan.dtype} with {dims} do not fit shared memory beside {rows} packed rows."
+    return reason
+
+
+def refuses_call(plan: KernelPlan) -> str | None:
+    """Why no decode kernel can run a plan, on Hopper or on mma.sync, whatever its tile, in a sentence; None where one can if a tile
+    fits.
+    """
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
@@ -287,9 +304,6 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):
         return "It takes no block mask that says more than its mask_mod."
-    if _fitting_tile(plan) is None:
-        dims = f"head dims {plan.head_dim} and {plan.value_dim}"
-        return f"Its tiles of {plan.cache_dtype or plan.dtype} with {dims} do not fit shared memory beside {rows} packed rows."
     return None
 
 

@@ -18,6 +18,7 @@ In the simulator cp.async is an assignment, and the CTA's barrier an mbarrier.
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -70,9 +71,25 @@ class Copies:
             assert arrived is not None
             plgpu.copy_gmem_to_smem(source, target, arrived)
         elif self.interpret:
-            target[...] = source[...]
+            found = source[...]
+            if rows is not None:
+                found = jnp.where(lax.broadcasted_iota(jnp.int32, found.shape, 0) < rows - first, found, 0)
+            target[...] = found
         else:
             _copy_by_threads(source, target, None if rows is None else rows - first)
+
+    def clear(self, target: Ref, rows: Scalar) -> None:
+        """Overwrites the rows of a tile from number `rows` on by zeros, in a CTA of one warpgroup; all threads see them, and TMA may
+        overwrite them.
+
+        target    [rows, D] of 16-bit elements in shared memory, SwizzledTiles
+        """
+        if self.interpret:
+            found = target[...]
+            target[...] = jnp.where(lax.broadcasted_iota(jnp.int32, found.shape, 0) < rows, found, 0)
+        else:
+            _clear_by_threads(target, rows)
+        plgpu.commit_smem()
 
     def commit(self) -> None:
         """Ends a group of copies, which may be empty."""
@@ -188,3 +205,33 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
         inline_mgpu(*types)(copy)(source, target)
     else:
         inline_mgpu(*types, SCALAR_LAYOUT)(copy)(source, target, rows)
+
+
+def _clear_by_threads(target: Ref, rows: Scalar) -> None:
+    """Writes zeros to the rows of a tile from number `rows` on, in all threads of this warpgroup, each 16 bytes at a time. Swizzling moves
+    these within a row, so it does not matter here.
+
+    target   [rows, D] of 16-bit elements in shared memory, SwizzledTiles
+    """
+    height, width = target.shape
+    swizzle = swizzle_bytes(width, 2)
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
+
+    @inline_mgpu(plgpu.RefType(transforms), SCALAR_LAYOUT)
+    def clear(target: ir.Value, limit: mgpu.FragmentedArray) -> None:
+        """Emits the stores of one thread: chunk n of the memory belongs to row n / chunks of a piece, 8 rows a piece."""
+        i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
+        constant = lambda n: mgpu.c(n, i32)
+        vector = ir.VectorType.get((4,), i32)
+        zero = arith.constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
+        thread = arith.andi(mgpu.utils.thread_idx(), constant(WARPGROUP - 1))
+        of_rows = 8 * width * 2 // CHUNK  # chunks of 8 rows, which lie together
+        for first in range(0, height * width * 2 // CHUNK, WARPGROUP):
+            number = arith.addi(thread, constant(first))
+            inner = arith.remui(arith.divui(number, constant(swizzle // CHUNK)), constant(8))
+            row = arith.addi(arith.muli(arith.divui(number, constant(of_rows)), constant(8)), inner)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, row, scalar_of(limit))):
+                place = arith.extui(i64, arith.muli(number, constant(CHUNK)))
+                llvm.store(zero, mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [place], i8), alignment=CHUNK)
+
+    clear(target, rows)

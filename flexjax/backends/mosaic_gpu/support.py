@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 from jax.interpreters import mlir
@@ -19,16 +19,16 @@ from jax.interpreters import mlir
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import (
     backward_dq_tiles,
-    backward_sm80_tiles,
     backward_tiles,
     choose_kernel,
+    decode_sm80_tiles,
     decode_tiles,
     forward_sm80_tiles,
     forward_tiles,
     program_support,
+    sm80_support,
 )
-from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
-from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks, pages
@@ -62,7 +62,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     reason = reason or _refuses_origin(plan)
     if reason is not None:
         return reason
-    plan = _kernel_plan(plan)
+    given, plan = plan, _kernel_plan(plan)
     reason = (
         _refuses_jax(version or jax.__version_info__[:3])
         or choose_kernel.refuses_device(target, plan.options)
@@ -73,7 +73,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return reason
     card = choose_kernel.mma_card(target, plan.options)
     if card is not None:
-        return _refuses_mma(plan, card)
+        return sm80_support.refuses_mma(plan, given, card)
     return _refuses_tiles(plan)
 
 
@@ -83,9 +83,8 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
     target, version   as for `refuses`
     """
     device = choose_kernel.refuses_device(target, plan.options)
-    if device is None and choose_kernel.mma_card(target, plan.options) is not None:
-        return "The GPU kernels on mma.sync do not read keys in pages."
-    reason = decode_tiles.decode_refuses(plan)
+    card = None if device is not None else choose_kernel.mma_card(target, plan.options)
+    reason = decode_tiles.decode_refuses(plan) if card is None else decode_sm80_tiles.mma_decode_refuses(plan, card)
     if reason is not None:
         return f"The GPU kernel for keys in pages does not run this call: {reason[0].lower()}{reason[1:]}"
     return _refuses_jax(version) or device or _refuses_arrays(plan) or _refuses_programs(plan)
@@ -225,45 +224,6 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
     return reason
 
 
-def _refuses_mma(plan: KernelPlan, card: Card) -> str | None:
-    """Why the kernels on mma.sync cannot run a plan whose arrays and programs the kernels take, in a sentence; None if they can."""
-    if plan.dtype == "float32":
-        return "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."
-    if ctas_of(plan) > 1:
-        dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
-        return f"The GPU kernels on mma.sync take head dims up to {WIDEST_CTA}, not {dims}."
-    if plan.options.split is not None:
-        return f"The GPU kernels on mma.sync do not split the keys (kernel_options.split={plan.options.split!r})."
-    if not forward_sm80_tiles.forward_candidates(plan, card):
-        names = ("block_q", "block_kv", "num_stages")
-        asked = [f"{n}={getattr(plan.options, n)}" for n in names if getattr(plan.options, n)]
-        return (
-            f"No tile fits head dims {plan.head_dim} and {plan.value_dim} on compute capability {card.capability}"
-            + (f" with {', '.join(asked)}" if asked else "")
-            + ": the GPU kernels on mma.sync take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the "
-            "mask's blocks."
-        )
-    return backward_sm80_tiles.refuses(plan, card)
-
-
-def _mma_candidates(plan: KernelPlan, card: Card) -> list[dict[str, int]]:
-    """`MosaicGpu.tile_candidates` of the kernels on mma.sync, for a plan with the blocks that they visit."""
-    forward = dict.fromkeys(
-        (t.block_q, t.block_kv, t.stages) for t in forward_sm80_tiles.forward_candidates(plan, card)
-    )
-    queries = dict.fromkeys(t.owned for t in backward_sm80_tiles.dq_candidates(plan, card))
-    keys = dict.fromkeys(t.owned for t in backward_sm80_tiles.dkv_candidates(plan, card))
-    return _paired(list(forward), [(q, kv) for q in queries for kv in keys])
-
-
-def _paired(forward: list[tuple[int, int, int]], backward: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    """The n-th candidate of the forward pass with the n-th of the backward pass; the shorter list repeats its last."""
-    names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
-    count = max(len(forward), len(backward))
-    at = lambda found, n: found[min(n, len(found) - 1)]
-    return [dict(zip(names, (*at(forward, n), *at(backward, n)), strict=True)) for n in range(count)]
-
-
 class MosaicGpu:
     """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it.
 
@@ -320,14 +280,13 @@ class MosaicGpu:
         """
         card = choose_kernel.mma_card(target, plan.options)
         if card is not None:
-            return _mma_candidates(_kernel_plan(plan), card)
+            decodes = choose_kernel.mma_decode_kernel(plan, card) is not None
+            return sm80_support.mma_candidates(_kernel_plan(plan), card, decodes)
         decodes = choose_kernel.decode_kernel(plan) is not None
         plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = choose_kernel.backward_candidates(plan)
-        if decodes:
-            return [dict(zip(("block_q_bwd", "block_kv_bwd"), pair, strict=True)) for pair in backward]
-        return _paired(forward, backward)
+        return sm80_support.paired([] if decodes else forward, backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
@@ -337,14 +296,20 @@ class MosaicGpu:
         result depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute
         capability.
         """
-        from flexjax.backends.mosaic_gpu import decode_sm90, forward_sm80, forward_sm90
+        from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm90, forward_sm80, forward_sm90
 
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or forward_tiles.REFERENCE_SMS
-        decode = choose_kernel.decode_kernel(plan) if card is None else None
-        if decode is not None:
-            return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
+        if card is None:
+            decode = choose_kernel.decode_kernel(plan)
+            if decode is not None:
+                return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
+        else:
+            split = choose_kernel.mma_decode_kernel(plan, card)
+            if split is not None:
+                split = dataclasses.replace(split, programs=programs * split.resident_ctas(card))
+                return decode_sm80.forward(plan, operands, split)
         given = plan, operands
         plan, operands = _for_kernels(plan, plan.on_host(operands))
         if card is None:

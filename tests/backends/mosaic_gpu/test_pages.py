@@ -14,6 +14,8 @@ from tests.cases.small import quick_jit
 from tests.marks import some_slow
 from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, M, N, biased, definition, draw, served
 
+INSTRUCTION: typing.Literal["mma"] | None = None
+"""What all calls ask for; `tools/device/check_pages.py --instruction mma` sets it."""
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
 
 
@@ -22,7 +24,8 @@ def bf16(cache: paged.PagedCache) -> paged.PagedCache:
 
 
 def on_gpu(interpret: bool) -> dict[str, typing.Any]:
-    return dict(implementation="mosaic_gpu", kernel_options=KernelOptions(interpret=interpret))
+    options = KernelOptions(interpret=interpret, instruction=INSTRUCTION)
+    return dict(implementation="mosaic_gpu", kernel_options=options)
 
 
 def jitted(interpret: bool, function: typing.Callable) -> typing.Callable:

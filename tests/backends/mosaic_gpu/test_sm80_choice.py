@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import choose_kernel, forward_sm80_tiles, support
+from flexjax.backends.mosaic_gpu import choose_kernel, decode_sm80_tiles, forward_sm80_tiles, support
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
@@ -105,7 +105,11 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
     "V100": (Target("cuda", "Tesla V100", "7.0", 80), {}, f"{KERNELS}; Tesla V100 has 7.0."),
     "unknown": (Target("cuda", "some GPU"), {}, f"{KERNELS}; the compute capability of some GPU is not known."),
     "float32": (A100, {"dtype": "float32", **MMA}, "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."),
-    "split": (A100, {"split": 256, **MMA}, "The GPU kernels on mma.sync do not split the keys (kernel_options.split=256)."),
+    "split": (
+        A100, {"split": 256, **MMA},
+        "The GPU kernels on mma.sync do not split the keys of this call (kernel_options.split=256): 8192 packed rows (queries times "
+        "query heads of a key head) are more than 64.",
+    ),
     "tile": (
         L40S, {"block_q": 192, "num_stages": 2, **MMA},
         "No tile fits head dims 128 and 128 on compute capability 8.9 with block_q=192, num_stages=2: the GPU kernels on mma.sync "
@@ -125,9 +129,53 @@ def test_what_is_refused(name: str) -> None:
     assert support.refuses(plan(**options), target, JAX) == sentence
 
 
-def test_keys_in_pages_are_refused() -> None:
-    made = dataclasses.replace(plan(q_len=1, **MMA), page=64, lengths=(False, True))
-    assert support.refuses(made, A100, JAX) == "The GPU kernels on mma.sync do not read keys in pages."
+PAGES = "The GPU kernel for keys in pages does not run this call: "
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, None),
+        ({"page": 12}, f"{PAGES}pages of 12 keys are no multiple of 8."),
+        ({"cache_dtype": "int8"}, f"{PAGES}on mma.sync it takes no quantised caches, here int8."),
+    ],
+)
+def test_keys_in_pages(fields: dict[str, typing.Any], sentence: str | None) -> None:
+    made = dataclasses.replace(plan(q_len=1, **MMA), **{"page": 64, "lengths": (False, True), **fields})
+    assert support.refuses(made, A100, JAX) == sentence
+
+
+DECODE_TILES = {
+    ("8.0", 64): "decode 4 x 128, 64 work items of 2048 keys, 2 stages, two CTAs on an SM",
+    ("8.0", 128): "decode 4 x 64, 128 work items of 1024 keys, 2 stages, two CTAs on an SM",
+    ("8.0", 256): "decode 4 x 64, 256 work items of 512 keys, 2 stages, one CTA on an SM",
+    ("8.9", 128): "decode 4 x 32, 128 work items of 1024 keys, 2 stages, two CTAs on an SM",
+    ("9.0", 128): "decode 4 x 64, 128 work items of 1024 keys, 3 stages, two CTAs on an SM",
+    ("12.0", 256): "decode 4 x 32, 256 work items of 512 keys, 2 stages, one CTA on an SM",
+}
+
+
+@pytest.mark.parametrize(("capability", "dim"), DECODE_TILES)
+def test_few_queries_run_the_decode_kernel(capability: str, dim: int) -> None:
+    target = Target("cuda", "some GPU", capability, 100)
+    made = dataclasses.replace(plan(dim, q_len=1, instruction="mma"), q_heads=32, kv_heads=8)
+    text = support.BACKEND.schedule(made, target)
+    assert text.split(": forward ")[1].split(", backward")[0] == DECODE_TILES[capability, dim]
+    assert all(set(x) == {"block_q_bwd", "block_kv_bwd"} for x in support.BACKEND.tile_candidates(made, target))
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_a_decode_tile_follows_from_rows_head_dims_and_card(capability: str) -> None:
+    """It fits, and neither batch nor length nor the number of key heads changes it."""
+    card = CARDS[capability]
+    for dim, rows, page in itertools.product((16, 72, 128, 192, 256), (1, 7, 64), (0, 16)):
+        made = dataclasses.replace(plan(dim, q_len=1, **MMA), q_heads=2 * rows, kv_heads=2, page=page)
+        assert decode_sm80_tiles.mma_decode_refuses(made, card) is None
+        tile = decode_sm80_tiles.mma_decode_tile(made, card)
+        assert tile.resident_ctas(card) >= 1
+        assert tile.chunk % tile.block_kv == 0
+        other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * rows, kv_heads=8)
+        assert decode_sm80_tiles.mma_decode_tile(other, card) == tile
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")

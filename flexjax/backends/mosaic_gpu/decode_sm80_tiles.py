@@ -1,0 +1,129 @@
+"""Which calls the decode kernel on mma.sync runs on a card, and its configuration: tiles, rings, shared memory.
+
+    mma_decode_refuses(plan, card)   why the kernel cannot run a plan on a card, None where it can
+    mma_decode_tile(plan, card)      its configuration
+
+Chunks are those of the kernel for Hopper (`decode_tiles.chunk_of`), so keys are cut at the same positions on every card. The keys of a
+tile follow from the head dims and the card's shared memory, never from the batch or the length of the keys. Nothing here imports
+Mosaic.
+"""
+
+import dataclasses
+import math
+import typing
+
+from flexjax.backends.mosaic_gpu import decode_tiles
+from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, ROWS, TILE_BYTES, DecodeTile
+from flexjax.backends.mosaic_gpu.forward_sm80_tiles import mma_dim
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, scratch_bytes
+from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, ring_barriers
+from flexjax.plan.kernel_plan import KernelPlan
+
+MOST_STAGES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class MmaDecodeTile(DecodeTile):
+    """One configuration of the decode kernel on mma.sync: beside the fields of DecodeTile
+
+    copying   how tiles come to shared memory
+
+    A CTA is one warpgroup, which copies and computes. `stages` are slots of the ring of key tiles and of that of value tiles, any number
+    from 1 on; there is one query slot.
+    """
+
+    copying: Copying = "tma"
+
+    groups = 1
+
+    @property
+    def copy_rows(self) -> int:
+        """Lengths of keys and values in memory are multiples of this many rows; cp.async reads arrays of any length."""
+        return COPY_ROWS if self.copying == "tma" else 1
+
+    def resident_ctas(self, card: Card) -> int:
+        """How many CTAs an SM of the card holds; 0 where one does not fit."""
+        return card.ctas(scratch_bytes(mma_decode_scratch(self)), WARPGROUP)
+
+
+class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the decode kernel on mma.sync, for head dims D and E.
+
+    query        [ROWS, D], the packed queries
+    key, value   [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles
+    *_full       the barriers at which TMA's copies arrive, one for each slot; None with cp.async
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    query_full: Part | None
+    key_full: Part | None
+    value_full: Part | None
+
+
+def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecodeScratch:
+    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+
+    dtype   of queries, keys and values, two bytes
+    """
+    ring = None if tile.copying == "cp.async" else Barriers(tile.stages, arrivals=tile.copies)
+    return MmaDecodeScratch(
+        query=SwizzledTiles((ROWS, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
+        query_full=ring_barriers(tile.copying, 1, tile.groups),
+        key_full=ring,
+        value_full=ring,
+    )
+
+
+# ------------------------------------------------------------------- the choice
+
+
+def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
+    """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can."""
+    reason = decode_tiles.refuses_call(plan)
+    if reason is None and plan.cache_dtype is not None:
+        return f"On mma.sync it takes no quantised caches, here {plan.cache_dtype}."
+    if reason is None and not _candidates(plan, card):
+        dims = f"head dims {plan.head_dim} and {plan.value_dim}"
+        return f"Its tiles of {plan.dtype} with {dims} do not fit the shared memory of compute capability {card.capability}."
+    return reason
+
+
+def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
+    """The configuration that runs a plan that `mma_decode_refuses` does not refuse."""
+    return _candidates(plan, card)[0]
+
+
+def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
+    """The configurations that fit the card, the expected best first.
+
+    An SM should hold two CTAs, because one multiplies while the other does its softmax and one begins a work item while the other is in
+    the middle of its own; each should have two slots in its rings, so that a tile is copied while another is multiplied. Then come the
+    larger tiles and the longer rings.
+    """
+    head_dim, value_dim = mma_dim(plan.head_dim), mma_dim(plan.value_dim)
+    rows, page = plan.q_len * plan.group, plan.page
+    found: list[MmaDecodeTile] = []
+    for block_kv in (128, 64, 32):
+        if block_kv == 128 and block_kv * (head_dim + value_dim) * 2 > TILE_BYTES:
+            continue
+        for stages in range(MOST_STAGES, 0, -1):
+            tile = MmaDecodeTile(
+                used_rows=rows,
+                block_kv=block_kv,
+                chunk=decode_tiles.chunk_of(rows, head_dim, value_dim, block_kv),
+                stages=stages,
+                query_slots=1,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                page_rows=math.gcd(page, block_kv) if page else block_kv,
+                lazy_rescale=not plan.max_scores,
+                copying=card.copying,
+            )
+            if tile.resident_ctas(card):
+                found.append(tile)
+    found.sort(key=lambda tile: min(tile.stages, 2) * min(tile.resident_ctas(card), 2), reverse=True)
+    return found

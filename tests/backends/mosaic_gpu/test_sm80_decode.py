@@ -1,0 +1,84 @@
+"""The decode kernel on mma.sync: which calls it runs, its results in the simulator, and bits that depend on nothing else."""
+
+import dataclasses
+import itertools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
+from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from tests.backends.mosaic_gpu.test_decode import KEYS, SIMULATED, SLOW, TABLE, problem, ragged, relative
+from tests.marks import some_slow
+
+
+def run(
+    plan: KernelPlan, operands: Operands, card: str = "8.0", programs: int = 3, chunk: int = 128, **fields: typing.Any
+) -> Results:
+    """The results of a plan with the tile of a card, on so many CTAs and in chunks of so many keys."""
+    assert decode_sm80_tiles.mma_decode_refuses(plan, CARDS[card]) is None
+    tile = decode_sm80_tiles.mma_decode_tile(plan, CARDS[card])
+    tile = dataclasses.replace(tile, programs=programs, chunk=chunk, **fields)
+    return jax.jit(lambda operands: decode_sm80.forward(plan, operands, tile))(operands)
+
+
+MATCHED = list(itertools.product([*SIMULATED, *SLOW], ["8.0", "8.9", "12.0"]))
+
+
+@pytest.mark.parametrize(("name", "card"), some_slow(MATCHED, [("relative table", "8.0")]))
+def test_matches_dense(name: str, card: str, races: list) -> None:
+    made = problem({**SIMULATED, **SLOW}[name])
+    got = run(made.plan, made.operands, card)
+    out = np.asarray(got.out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
+    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
+    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
+    if got.max_scores is not None:
+        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+    assert len(races) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["8.0", "8.9", "12.0"])
+def test_bits_depend_on_the_request_alone(card: str) -> None:
+    """A batch entry alone, and among others, in a longer buffer, in pages."""
+    found = []
+    for entries, buffer, page, programs in (([2], 240, 0, 2), ([0, 1, 2], 480, 16, 5)):
+        got = run(*ragged(entries, buffer, page), card, programs=programs)
+        assert np.isfinite(np.asarray(got.out.astype(jnp.float32))).all()
+        found.append((np.asarray(got.out.astype(jnp.float32))[-1], np.asarray(got.lse)[-1]))
+    for alone, among in zip(*found, strict=True):
+        np.testing.assert_array_equal(alone, among)
+    out, lse = found[0]
+    assert (out[0] != 0).any()
+    assert (out[1] == 0).all()
+    assert np.isneginf(lse[1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("card", "page"), [*(("8.0", n) for n in (0, 8, 24, 80)), *(("12.0", n) for n in (0, 48, 120))]
+)
+def test_lengths_and_pages_match_dense(card: str, page: int, stages: int) -> None:
+    plan, operands = ragged([2, 1, 0], 240, page)
+    got = np.asarray(run(plan, operands, card, stages=stages).out.astype(jnp.float32))
+    made = problem({"q_len": 2, "batch": 3, "kv_len": 240, "score": relative, "seed": 5})
+    for place, entry in enumerate([2, 1, 0]):
+        keys = KEYS[entry]
+        for n, queries in itertools.product(range(4), [1 if entry == 2 else 2]):
+            q, k, v = (np.asarray(x.astype(jnp.float32), np.float64)[entry] for x in made.operands[:3])
+            s = q[:queries, n] @ k[:keys, n // 2].T * plan.scale
+            s = s + np.asarray(TABLE)[n, np.arange(queries)[:, None] - np.arange(keys) + 600]
+            p = np.exp(s - s.max(-1, keepdims=True, initial=-1e30))
+            want = p @ v[:keys, n // 2] / np.maximum(p.sum(-1, keepdims=True), 1e-30)
+            np.testing.assert_allclose(got[place, :queries, n], want, atol=2e-2)
+            assert (got[place, queries:, n] == 0).all()
