@@ -4,7 +4,7 @@ Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py, 
 minute on an H200.
 
     --instruction mma    the kernels on mma.sync; quantised caches are left out, which these refuse
-    --copying cp.async   with it, tiles copied by cp.async, as on compute capability 8.x
+    --card 8.0           with it, the tiles and the way of copying of another compute capability
 """
 
 import argparse
@@ -20,11 +20,11 @@ def main() -> int:
     """Prints a line for each check; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instruction", choices=["mma"])
-    parser.add_argument("--copying", choices=["cp.async", "tma"])
+    parser.add_argument("--card")
     args = parser.parse_args()
     test_pages.INSTRUCTION = args.instruction
-    if args.copying:
-        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=args.copying)
+    if args.card:
+        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
     checks = {name: (test_pages.check_case, name) for name in test_pages.CASES}
     checks |= {
         check.__name__: (check,)

@@ -7,7 +7,7 @@ that fails says why and the others go on. About a minute on an H200, of which mo
     --only PATTERN       instead, the cases of the suite whose names match (shell pattern), as users get them, with a line for each kernel
     --instruction mma    the decode kernel on mma.sync; each result is compared with that of the kernel for Hopper, and the exit status
                          is 1 where one differs
-    --copying cp.async   with it, tiles copied by cp.async, as on compute capability 8.x
+    --card 8.0           with it, the tiles and the way of copying of another compute capability
     --steps N            measured steps (20)
 """
 
@@ -56,7 +56,7 @@ def with_sizes(instruction: str | None, block_kv: int, stages: int, chunk: int) 
             return (decode_sm90.forward(call.plan, call.operands, tile).out,)
         card = sm80_cards.CARDS["9.0"]
         made = dataclasses.replace(decode_sm80_tiles.mma_decode_tile(call.plan, card), **sizes)
-        assert made.resident_ctas(card), sizes
+        assert made.resident_ctas(card), (sizes, card)
         made = dataclasses.replace(made, programs=cores * made.resident_ctas(card))
         return (decode_sm80.forward(call.plan, call.operands, made).out,)
 
@@ -125,11 +125,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only")
     parser.add_argument("--instruction", choices=["mma"])
-    parser.add_argument("--copying", choices=["cp.async", "tma"])
+    parser.add_argument("--card")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    if args.copying:
-        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS["9.0"], copying=args.copying)
+    if args.card:
+        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
     failed = 0
     for text, case, run in runs(args.only, args.instruction):
         try:
