@@ -7,6 +7,8 @@
     order.py     `--suite order`: fixed against any order of additions on a GPU
     mesh.py      `--suite mesh`: all devices of this machine beside one of them
     step.py      `--suite step`: a training step on packed documents, by attention
+    first_hour.py, first_hour_tasks.py, first_hour_pool.py, first_hour_cases.py, dense_oracle.py, card.py, first_hour_report.py
+                 `--suite first-hour`: numbers, ceilings, times and tiles on a card that is new, and a report to send back
     interleaved.py
                  interleaved wall-clock times of compiled steps
 

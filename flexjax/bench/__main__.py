@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
+`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
 peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
@@ -20,7 +20,7 @@ from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import PASSES, SUITES, Workload
 
-ORDER, MESH, STEP = "order", "mesh", "step"
+ORDER, MESH, STEP, FIRST_HOUR = "order", "mesh", "step", "first-hour"
 ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
@@ -33,8 +33,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     Without --peers, `peers` names all that the suite offers, joined by commas.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP]), default="cpu")
-    parser.add_argument("--only", default="*", help="shell patterns for the names of problems, by semicolons")
+    parser.add_argument(
+        "--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP, FIRST_HOUR]), default="cpu"
+    )
+    parser.add_argument(
+        "--only", default="*", help="shell patterns for the names of problems, by semicolons; first-hour: of stages"
+    )
     offered = (
         f"comma-separated, of {', '.join(PEERS)}; gpu: {', '.join(ON_GPU)}; decode: {', '.join(decode_cases.PEERS)}"
     )
@@ -42,15 +46,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", default=",".join(PASSES), help="cpu: comma-separated, of " + ", ".join(PASSES))
     parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="gpu, decode, step: what is not done by then is left out"
+        "--minutes", type=float, help="gpu, decode, step (60), first-hour (9): what is not done by then is left out"
     )
     parser.add_argument(
         "--together", action="store_true", help="gpu, decode: one peer compiles while another is measured"
     )
-    parser.add_argument("--small", action="store_true", help="mesh, step: short sequences, to try it without GPUs")
+    parser.add_argument(
+        "--small", action="store_true", help="mesh, step, first-hour: short sequences, to try it without GPUs"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
+    args.minutes = args.minutes if args.minutes is not None else 9.0 if args.suite == FIRST_HOUR else 60.0
     choice = ON_GPU if args.suite.startswith("gpu") else tuple(PEERS)
     choice = decode_cases.PEERS if args.suite in DECODE_SUITES else choice
     args.peers = args.peers or ",".join(choice)
@@ -79,8 +86,12 @@ def main(argv: list[str] | None = None) -> int:
         from flexjax.bench import step
 
         return step.main(args.small, args.minutes)
-    command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in args.only.split(";"))
+    if args.suite == FIRST_HOUR:
+        from flexjax.bench import first_hour
+
+        return first_hour.main(args.small, args.minutes, [n for n in first_hour.STAGES if wanted(n)], args.json)
+    command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     if args.suite in DECODE_SUITES:
         return _on_gpu(args, [c for c in DECODE_SUITES[args.suite] if wanted(c.name)], args.peers.split(","))
     problems = [p for p in SUITES[args.suite] if wanted(p.name)]
@@ -131,7 +142,9 @@ def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers:
             print(f"\r{time.monotonic() - start:5.0f} s  {now:110.110}", end="", file=sys.stderr, flush=True)
 
     others = device.other_processes()
-    rows, facts = device.measure_all(args.suite, problems, peers, args.together, until, say)
+    everyone = [device.REFERENCE, *peers]
+    groups = [everyone] if args.together else [[peer] for peer in everyone]
+    rows, facts = device.measure_all(args.suite, problems, peers, groups, until, say)
     decode = args.suite in DECODE_SUITES
     if decode:
         cudnn = [p for p in peers if p in (decode_cases.CUDNN, decode_cases.CUDNN_PAGES)]

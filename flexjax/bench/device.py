@@ -6,8 +6,7 @@ the backward pass, which is the time of both less that of the forward pass; the 
 passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32 attention,
 which the process `reference` computes in chunks of queries, and adds the largest error. The decode suite has one pass, "decode".
 
-With `together` the processes run at the same time, so that one compiles while another is timed, under a lock. Without it they
-run one after another. A process that dies is started again with the workload after the one it died of.
+Processes of a group run at the same time, so that one compiles while another is timed, under a lock; groups run one after another. A process that dies is started again with the workload after the one it died of.
 """
 
 import json
@@ -32,20 +31,23 @@ NOT_STARTED, NOT_INSTALLED = 3, 4
 
 
 def measure_all(
-    suite: str, problems: Sequence[Problem], peers: list[str], together: bool, until: float, say: Callable[[str], None]
+    suite: str,
+    problems: Sequence[Problem],
+    peers: list[str],
+    groups: Sequence[Sequence[str]],
+    until: float,
+    say: Callable[[str], None],
 ) -> tuple[list[Row], Row]:
     """Measures all workloads with all peers; returns (the rows of the report, see report.py; the device and versions by name).
 
     suite      name of the suite
     problems   the workloads
     peers      names of the peers
-    together   whether the processes run at the same time
+    groups     the peers and REFERENCE, in groups whose processes run at the same time, one group after the other
     until      time.time() at which processes are ended; what is not measured by then is left out
     say        called with a line about what runs now
     """
     with tempfile.TemporaryDirectory() as folder:
-        everyone = [REFERENCE, *peers]
-        groups = [everyone] if together else [[peer] for peer in everyone]
         found: dict[str, dict[str, Row]] = {}
         for group in groups:
             children = {
@@ -245,10 +247,11 @@ def _host(decode: bool, peer: str, problems: Sequence[Any]) -> tuple[Callable[..
     decode     whether the suite is one of DECODE_SUITES
     problems   what will be measured, in this order
     """
-    if peer == "torch":
+    if peer.startswith("torch"):
         from flexjax.bench import decode_torch, torch_flex
 
-        return (decode_torch if decode else torch_flex).measure, torch_flex.facts()
+        measured = torch_flex.measure_flash if peer == "torch flash" else torch_flex.measure
+        return decode_torch.measure if decode else measured, torch_flex.facts()
     from flexjax.bench import decode_peers, gpu_peers
 
     facts = gpu_peers.facts()  # wakes the device first

@@ -28,11 +28,12 @@ Measured = tuple[dict[str, Any], dict[str, np.ndarray]]
 """(times by name, sample rows by name), as `measure` returns them."""
 
 
-def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
+def flexjax(problem: Workload, deterministic: bool = True, **fields: Any) -> Attention:
     """flexjax.flex_attention as a user calls it; the block mask is made beforehand, and there is none for full
     attention.
 
     deterministic   whether the backward pass adds in a fixed order
+    fields          other fields of KernelOptions
     """
     import flexjax as package
 
@@ -42,7 +43,7 @@ def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
         block_mask = package.create_block_mask(
             lambda b, h, q, kv: jnp.asarray(allowed(q, kv)), None, None, length, length
         )
-    options = package.KernelOptions(deterministic=deterministic)
+    options = package.KernelOptions(deterministic=deterministic, **fields)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: jax.Array | None) -> jax.Array:
         """Attention of one call: q [B, T, N, D], k and v [B, T, M, D]; `array` is what the score mod reads."""
@@ -96,13 +97,20 @@ def facts() -> dict[str, str]:
 def adapter(peer: str) -> Callable[[Workload, str], Measured]:
     """The function (workload, folder) -> Measured for a name: `measure` of that peer, or `reference` for the name REFERENCE.
 
-    Raises ImportError at once if the peer is not installed.
+    A peer that is not in PEERS is flexjax with the options in its name (`options_of`). Raises ImportError at once if the peer is not
+    installed.
     """
     if peer == REFERENCE:
         return reference
     if peer == "tokamax":
         import tokamax as _  # noqa: F401
-    return functools.partial(measure, PEERS[peer])
+    return functools.partial(measure, PEERS.get(peer) or functools.partial(flexjax, **options_of(peer)))
+
+
+def options_of(peer: str) -> dict[str, Any]:
+    """The fields of KernelOptions in the name of a peer: {"instruction": "mma"} of "flexjax instruction=mma"."""
+    pairs = (word.split("=", 1) for word in peer.split()[1:])
+    return {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
 
 
 def measure(make: Callable[[Workload], Attention], problem: Workload, folder: str) -> Measured:

@@ -92,11 +92,13 @@ class Workload:
     def skipped(self, peer: str) -> str | None:
         """Why a peer is not timed on this workload on a GPU; None if it is.
 
-        "jax.nn" and "tokamax" are not timed where they have no argument for the mask or mod; any peer by `skip`.
+        "jax.nn", "tokamax" and "torch flash" are not timed where they have no argument for the mask or mod; any peer by `skip`.
         """
         if peer == "jax.nn" and (self.mod or self.mask not in ("full", "causal", "window")):
             return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
         if peer == "tokamax" and (self.mod not in (None, "softcap") or self.mask not in ("full", "causal", "window")):
+            return "has no argument for this mask or mod"
+        if peer == "torch flash" and (self.mod or self.mask not in ("full", "causal")):
             return "has no argument for this mask or mod"
         return dict(self.skip).get(peer)
 

@@ -44,14 +44,7 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
 
     torch._dynamo.reset()  # without this, each workload checks the guards of all earlier ones
     device = "cuda"
-    arrays, array = random_arrays(problem)
-    q, k, v, d_out = (
-        tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
-        for n in ("q", "k", "v", "d_out")
-    )
-    stored = None
-    if array is not None and problem.mod:
-        stored = tensor(array, MODS[problem.mod].stored).requires_grad_(problem.learns)
+    q, k, v, d_out, stored = _operands(problem)
     start = time.perf_counter()
     mask = _mask(problem, device)
     length = problem.length
@@ -61,13 +54,62 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
     compiled = torch.compile(flex_attention, dynamic=False)
     mod, grouped = _mod(problem, stored), problem.heads != problem.kv_heads
     call = lambda: compiled(q, k, v, score_mod=mod, block_mask=block_mask, enable_gqa=grouped)
-    wanted = (q, k, v, stored) if problem.learns else (q, k, v)
+    return _timed(problem, folder, call, (q, k, v, stored), d_out, start)
+
+
+def measure_flash(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Measures torch's FlashAttention-2 (scaled_dot_product_attention) on a workload that is full or causal, without a score mod; arguments
+    and results as of `measure`.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v, d_out, _ = _operands(problem)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    start = time.perf_counter()
+    causal, grouped = problem.mask == "causal", problem.heads != problem.kv_heads
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _timed(
+            problem,
+            folder,
+            lambda: attend(q, k, v, is_causal=causal, enable_gqa=grouped),
+            (q, k, v, None),
+            d_out,
+            start,
+        )
+
+
+def _operands(problem: Workload) -> tuple[Any, ...]:
+    """The tensors of a workload: q, k, v and d_out [B, heads, T, D], and what the score mod reads or None."""
+    arrays, array = random_arrays(problem)
+    q, k, v, d_out = (
+        tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
+        for n in ("q", "k", "v", "d_out")
+    )
+    stored = None
+    if array is not None and problem.mod:
+        stored = tensor(array, MODS[problem.mod].stored).requires_grad_(problem.learns)
+    return q, k, v, d_out, stored
+
+
+def _timed(
+    problem: Workload, folder: str, call: Callable[[], Any], operands: tuple[Any, ...], d_out: Any, start: float
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What `measure` returns of a call.
+
+    operands   q, k, v and what the score mod reads or None
+    d_out      the cotangent of out
+    start      time.perf_counter() when the first call began, compilation included
+    """
+    import torch
+
+    wanted = operands if problem.learns else operands[:3]
     out = call()
     pull = lambda: torch.autograd.grad(out, wanted, d_out, retain_graph=True)
     gradients = pull()
     torch.cuda.synchronize()
     first_call = time.perf_counter() - start
-    rows = sample_rows(length)
+    rows = sample_rows(problem.length)
     pick = lambda x: x.transpose(1, 2)[:, rows].detach().float().cpu().numpy()
     samples = {n: pick(x) for n, x in zip(("out", "dq", "dk", "dv"), (out, *gradients[:3]), strict=True)}
     if problem.learns:

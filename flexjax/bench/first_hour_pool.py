@@ -1,0 +1,180 @@
+"""Processes that run tasks one after the other, so that a kernel that hangs or that ends its process costs one task and no more.
+
+A task is a dict: `task`, the name of a function in first_hour_tasks.TASKS, and `arguments`, its keywords. An answer is the dict that the
+function returns, with `seconds_taken`; {"failed": why} where it raised, where its process died, or where it took too long; and
+{"unreached": why} where the time was up before it began.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+Task = dict[str, typing.Any]
+Answer = dict[str, typing.Any]
+UNREACHED = "not reached in the time given"
+COMMAND = (sys.executable, "-m", "flexjax.bench.first_hour_tasks")
+"""What a worker's process runs."""
+MARK = "answer: "
+"""What the line of an answer begins with; libraries may print other lines."""
+
+
+class Worker:
+    """A process of first_hour_tasks.py, started when the first task comes and again after it died."""
+
+    def __init__(self, folder: str, number: int):
+        """Nothing runs yet.
+
+        folder   for what the process writes to stderr
+        number   of the worker, in the name of that file
+        """
+        self._errors = os.path.join(folder, f"worker-{number}.err")
+        self._environment = dict(
+            os.environ,
+            XLA_PYTHON_CLIENT_PREALLOCATE="false",
+            TF_CPP_MIN_LOG_LEVEL="3",
+            JAX_COMPILATION_CACHE_DIR=os.path.join(folder, "compiled"),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread()
+
+    def run(self, task: Task, seconds: float) -> Answer:
+        """The answer of a task; {"failed": why} where the process dies or `seconds` pass, after which it is ended."""
+        process, lines = self._started()
+        assert process.stdin is not None
+        until = time.monotonic() + seconds
+        try:
+            process.stdin.write(json.dumps(task) + "\n")
+            process.stdin.flush()
+        except OSError:
+            return self._died()
+        while True:
+            try:
+                line = lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                return dict(failed=f"took longer than {seconds:.0f} s and was ended")
+            if line is None:
+                return self._died()
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+
+    def _started(self) -> tuple[subprocess.Popen[str], "queue.Queue[str | None]"]:
+        """The process, which is started if none runs, and the queue of its lines; None in the queue is its end."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            with open(self._errors, "w") as errors:
+                self._process = subprocess.Popen(
+                    COMMAND,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=self._environment,
+                )  # fmt: skip
+            self._lines = queue.Queue()
+            self._reader = threading.Thread(target=_read, args=(self._process, self._lines), daemon=True)
+            self._reader.start()
+        return self._process, self._lines
+
+    def _died(self) -> Answer:
+        """The answer of a task whose process died: its exit status and the last line that it wrote to stderr."""
+        status = self._process.wait() if self._process is not None else None
+        self.close()
+        with open(self._errors) as file:
+            last = (file.read().strip().splitlines() or ["no word"])[-1][:300]
+        return dict(failed=f"the process ended with {status}: {last}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # a pipe with words that the process did not read
+                        pipe.close()
+            self._process = None
+
+
+def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
+    """Puts the lines of a process into the queue, and None at their end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def run_all(
+    tasks: Sequence[Task],
+    workers: int,
+    until: float,
+    folder: str,
+    most_seconds: float = 120.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Answer]:
+    """The answers of all tasks, in their order, by so many processes at once.
+
+    workers        number of processes; 0: in this process, without its protection, for tests
+    until          time.time() after which no task begins, and at which running ones are ended
+    folder         for files of the processes
+    most_seconds   after which a task is ended
+    say            called with a line after each task
+    """
+    answers: list[Answer] = [dict(unreached=UNREACHED) for _ in tasks]
+    if workers == 0:
+        from flexjax.bench.first_hour_tasks import TASKS
+
+        for i, task in enumerate(tasks):
+            if time.time() < until:
+                answers[i] = answered(TASKS, task)
+        return answers
+    numbers = iter(range(len(tasks)))
+    lock = threading.Lock()
+
+    def serve(number: int) -> None:
+        """Takes tasks until there is none or the time is up."""
+        worker = Worker(folder, number)
+        try:
+            while time.time() < until:
+                with lock:
+                    i = next(numbers, None)
+                if i is None:
+                    return
+                answers[i] = worker.run(tasks[i], min(most_seconds, max(1.0, until - time.time())))
+                say(f"{tasks[i]['task']} {' '.join(str(x) for x in tasks[i]['arguments'].values())}"[:100])
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=serve, args=(n,)) for n in range(min(workers, len(tasks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def answered(tasks: Mapping[str, Callable[..., Answer]], task: Task) -> Answer:
+    """The answer of a task that runs in this process."""
+    start = time.monotonic()
+    try:
+        answer = tasks[task["task"]](**task["arguments"])
+    except Exception as error:
+        traceback.print_exc()
+        text = (str(error).strip().splitlines() or [""])[0]
+        answer = dict(failed=f"{type(error).__name__}: {text[:300]}")
+    return answer | dict(seconds_taken=time.monotonic() - start)
+
+
+def answer_lines(tasks: Mapping[str, Callable[..., Answer]]) -> int:
+    """Runs the task of each line of the input and prints a line with its answer; returns 0 at the end of the input."""
+    for line in sys.stdin:
+        print(MARK + json.dumps(answered(tasks, json.loads(line))), flush=True)
+    return 0

@@ -1,0 +1,207 @@
+"""The report of the first-hour suite: JSON with every answer, a short Markdown page, and what was wrong or failed.
+
+`found` is what first_hour.main has collected: facts, and for each stage the dict that it returned.
+"""
+
+import collections
+import json
+import math
+import re
+import typing
+
+from flexjax.bench import report
+
+Found = dict[str, typing.Any]
+"""What the stages gave, by their names; see first_hour.py."""
+
+
+def file_name(found: Found) -> str:
+    """The name of the JSON file: first-hour-<card>.json."""
+    card = found["facts"].get("card", {}).get("card", "unknown")
+    return f"first-hour-{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
+
+
+def markdown_path(path: str) -> str:
+    """The path of the Markdown file beside a JSON file."""
+    return path.removesuffix(".json") + ".md"
+
+
+def write(found: Found, path: str) -> None:
+    """Writes both files."""
+    with open(path, "w") as file:
+        json.dump(found, file, indent=1, default=str)
+    with open(markdown_path(path), "w") as file:
+        file.write(markdown(found) + "\n")
+
+
+# ------------------------------------------------------------------- verdicts
+
+
+def wrong(found: Found, allowed: float) -> list[str]:
+    """Sentences about numbers that were wrong: of cases, and of timed results of flexjax.
+
+    allowed   the largest error of a timed result, over the largest value
+    """
+    rows = found.get("numerics", {}).get("rows", [])
+    lines = [f"{_of(row)}: {row['verdict']}" for row in rows if row.get("verdict", "").startswith("WRONG")]
+    for row in found.get("times", {}).get("rows", []):
+        for peer, result in row["peers"].items():
+            if peer.startswith(report.OWN) and not result.get("error", 0.0) <= allowed:
+                lines.append(f"{peer}, {row['problem']}, timed: error {result['error']:.2g}")
+    return list(dict.fromkeys(lines))
+
+
+def failures(found: Found) -> list[str]:
+    """Sentences about tasks of flexjax that failed otherwise: raised, died or hung, and stages that did."""
+    lines = [
+        f"{name}: {stage['failed']}" for name, stage in found.items() if isinstance(stage, dict) and "failed" in stage
+    ]
+    for name in ("numerics", "sustained", "tune"):
+        rows = found.get(name, {}).get("rows", [])
+        lines += [f"{name}, {_of(row)}: {row['failed']}" for row in rows if "failed" in row]
+    for row in found.get("times", {}).get("rows", []):
+        for peer, result in row["peers"].items():
+            if peer.startswith(report.OWN) and "failed" in result and "not reached" not in result["failed"]:
+                lines.append(f"times, {peer}, {row['problem']}: {result['failed']}")
+    return list(dict.fromkeys(lines))
+
+
+def _of(row: Found) -> str:
+    """Which case or workload a row is about, in which dtype, by which flexjax."""
+    return ", ".join(str(row[n]) for n in ("name", "dtype", "by") if n in row)
+
+
+# ------------------------------------------------------------------- the page
+
+
+def markdown(found: Found) -> str:
+    """The page: facts, kernels, numbers, ceilings, times, clocks, tiles, and at the top what was wrong."""
+    about = found["facts"]
+    lines = [f"# First hour on {about.get('card', {}).get('card', 'an unknown card')}", ""]
+    bad, failed = wrong(found, 2e-2), failures(found)
+    lines += [
+        f"**{len(bad)} wrong, {len(failed)} failed**, {found.get('took', 0.0):.0f} s of {60 * found['minutes']:.0f} s",
+        "",
+    ]
+    lines += (
+        [f"- WRONG: {text}" for text in bad] + [f"- failed: {text}" for text in failed] + [""] * bool(bad or failed)
+    )
+    for title in ("card", "versions"):
+        lines += [", ".join(f"{n} {v}" for n, v in about.get(title, {}).items()), ""]
+    lines += ["## Which kernels", "", "| asked for | answer |", "|---|---|"]
+    for family in about.get("families", []):
+        options = ", ".join(f"{n}={v!r}" for n, v in family["options"].items()) or "nothing"
+        lines.append(f"| {options} | {family.get('kernels') or family['verdict']} |")
+    for name, section in SECTIONS.items():
+        stage = found.get(name)
+        if stage is not None and "failed" not in stage:
+            lines += ["", *section(found)]
+    return "\n".join(lines)
+
+
+def _numerics(found: Found) -> list[str]:
+    """Counts of verdicts by flexjax and dtype, and a line for each case that was not plainly right."""
+    rows = found["numerics"]["rows"]
+    lines = ["## Numbers", "", "Results and gradients against a float64 oracle; 1 is what rounding explains.", ""]
+    lines += [
+        "| by | dtype | ok | refused | WRONG | failed | not reached | largest difference |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    groups: dict[tuple[str, str], list[Found]] = collections.defaultdict(list)
+    for row in rows:
+        groups[row["by"], row["dtype"]].append(row)
+    for (by, dtype), mine in groups.items():
+        kinds = collections.Counter(_kind(row) for row in mine)
+        ratio = max((row["ratio"] for row in mine if math.isfinite(row.get("ratio", math.inf))), default=0.0)
+        counts = [str(kinds[k]) for k in ("ok", "refused", "WRONG", "failed", "unreached")]
+        lines.append(f"| {by} | {dtype} | {' | '.join(counts)} | {ratio:.2f} |")
+    said: dict[str, list[str]] = collections.defaultdict(list)
+    for row in rows:
+        if _kind(row) == "refused":
+            said[row["verdict"]].append(_of(row))
+        for note in row.get("notes", []):
+            said[note].append(_of(row))
+    return [
+        *lines,
+        "",
+        *(f"- {text}: {'; '.join(names[:4])}{' ...' if len(names) > 4 else ''}" for text, names in said.items()),
+    ]
+
+
+def _kind(row: Found) -> str:
+    """The kind of a verdict: ok, refused, WRONG, failed or unreached."""
+    for kind in ("failed", "unreached"):
+        if kind in row:
+            return kind
+    return row["verdict"].split(":")[0]
+
+
+def _ceilings(found: Found) -> list[str]:
+    """Rates, and clock and power meanwhile."""
+    lines = ["## Ceilings", "", "| what | rate | SM clock | power | held back by |", "|---|---:|---:|---:|---|"]
+    for name, row in found["ceilings"].items():
+        if isinstance(row, dict):
+            scale, unit = (1e12, "TFLOP/s") if row["unit"] == "FLOP/s" else (1e9, "GB/s")
+            lines.append(f"| {name} | {row['rate'] / scale:.4g} {unit} | {_load(row)} |")
+    return lines
+
+
+def _load(row: Found) -> str:
+    """Three cells: clock, power and what held the clock back; "-" where NVML said nothing."""
+    if "clock" not in row:
+        return "- | - | -"
+    return f"{row['clock']:.0f} MHz | {row['power']:.0f} W | {', '.join(row['reasons']) or 'nothing'}"
+
+
+def _times(found: Found) -> list[str]:
+    """The table of the gpu suite."""
+    stage = found["times"]
+    if not stage["rows"]:
+        return []
+    return ["## Times", "", report.on_gpu(stage["rows"], stage["peers"], stage.get("facts", {}), found["command"])]
+
+
+def _sustained(found: Found) -> list[str]:
+    """Times back to back with clock and power."""
+    lines = [
+        "## Back to back",
+        "",
+        "| workload | by | calls | ms | SM clock | power | held back by |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in found["sustained"]["rows"]:
+        for which in ("forward", "both"):
+            if which in row:
+                load = row[which]
+                lines.append(f"| {row['name']} | {row['by']} | {which} | {1e3 * load['seconds']:.3f} | {_load(load)} |")
+        if "unreached" in row:
+            lines.append(f"| {row['name']} | {row['by']} | {row['unreached']} | - | - | - | - |")
+    return lines
+
+
+def _tune(found: Found) -> list[str]:
+    """What autotune found."""
+    lines = [
+        "## Tiles",
+        "",
+        "| workload | by | pass | default, ms | fastest, ms | default over fastest | fastest tile | timed |",
+    ]
+    lines.append("|---|---|---|---:|---:|---:|---|---:|")
+    for row in found["tune"]["rows"]:
+        for which, one in row.get("passes", {}).items():
+            tile = " ".join(f"{n}={v}" for n, v in one["tile"].items())
+            cells = (
+                row["name"],
+                row["by"],
+                which,
+                f"{1e3 * one['default']:.3f}",
+                f"{1e3 * one['fastest']:.3f}",
+                f"{one['gain']:.3f}",
+            )
+            lines.append(f"| {' | '.join(cells)} | {tile} | {one['timed']} |")
+        if "unreached" in row:
+            lines.append(f"| {row['name']} | {row['by']} | {row['unreached']} | - | - | - | - | - |")
+    return lines
+
+
+SECTIONS = dict(numerics=_numerics, ceilings=_ceilings, times=_times, sustained=_sustained, tune=_tune)
