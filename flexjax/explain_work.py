@@ -62,12 +62,17 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         return []
     seen = _visible_keys(plan, operands)
     if kernel is None and run.backend.name == "mosaic_gpu":
+        from flexjax.backends.mosaic_gpu import choose_kernel
+
+        read = [] if seen is None else [_bytes_text(_bytes(plan, seen))]
+        if choose_kernel.mma_card(run.target, plan.options) is None and choose_kernel.reads_pages(plan):
+            return ["the forward kernel reads the pages in place", *read]
         tokens = plan.batch * plan.kv_len * plan.kv_heads
         copied = tokens * (plan.head_dim + plan.value_dim) * jnp.dtype(plan.dtype).itemsize
         text = (
             f"the keys and values of all pages of the table are gathered for the forward kernel, {copied / 1e6:.4g} MB"
         )
-        return [text, *([] if seen is None else [_bytes_text(_bytes(plan, seen))])]
+        return [text, *read]
     if kernel is None:
         sizes = getattr(run.backend, "tile_sizes", lambda *_: None)(plan, run.target)
         items = "" if sizes is None or not hasattr(sizes, "steps") else (

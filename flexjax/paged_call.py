@@ -4,6 +4,8 @@ It is flex_attention on keys that `flexjax.paged.gather` would return, with leng
 same way: paged_rows.py writes the inputs, `prepare` traces the mods and writes the plan, which says that keys are in pages, and
 the primitives of autodiff.py run it.
 
+**Ragged queries.** Requests of many queries are a pass of their own, in larger tiles (paged_rows.py). Each query is in one of the passes.
+
 **Shared prefixes.** Such a call is two calls. One attends the queries of each group of requests over the tokens that the group shares,
 the other each request over its own tokens. Both are partial: their results are merged as merge_states.py says, and sinks
 belong to the second.
@@ -27,7 +29,15 @@ from flexjax.merge_states import merge_attention_states
 from flexjax.paged.cache import PagedCache
 from flexjax.paged.shared_prefix import SharedPrefix, check_shared
 from flexjax.paged.table import PageTable, described
-from flexjax.paged_rows import Rows, check_rows, prefix_rows, prefix_starts, ragged_rows, tile_size
+from flexjax.paged_rows import (
+    Rows,
+    check_rows,
+    prefix_rows,
+    prefix_starts,
+    ragged_passes,
+    ragged_rows,
+    tile_size,
+)
 from flexjax.plan.kernel_plan import Results
 from flexjax.prepare import Call, prepare
 from flexjax.types import (
@@ -42,6 +52,9 @@ from flexjax.types import (
 )
 
 Array = jax.Array
+
+FEW_QUERIES, MANY_QUERIES = "requests of few queries", "requests of many queries"
+"""Names of the two passes over ragged queries."""
 
 
 class PagedArguments(typing.TypedDict, total=False):
@@ -119,7 +132,8 @@ def paged_attention(
                  jax.shard_map over requests or heads. Mods see those of the whole problem; positions count in the request, so
                  origin.query and origin.key must be 0, and origin.whole is not read
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile, default 16,
-                 or fewer where more than four query heads share a key head
+                 or fewer where more than four query heads share a key head; with cu_q_lens alone it is 128 for requests of more
+                 than 256 queries
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results are
     [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. By definition it is
@@ -149,7 +163,7 @@ def paged_attention(
         for part in parts:
             dispatch.runs_everywhere(part.call.plan, names)
         text = text_of_paged("paged_attention", query, cache, table, return_aux, arguments)
-        results = _merged([part.run(names, text) for part in parts])
+        results = _merged([(part, part.run(names, text)) for part in parts])
     except Exception as error:
         add_note_once(error, text_of_paged("paged_attention", query, cache, table, return_aux, arguments))
         raise
@@ -174,7 +188,7 @@ def text_of_paged(
 class Part:
     """One pass over pages: all of a call, or a part of it.
 
-    name   "all", or which keys it sees: "shared prefixes", "own tokens"
+    name   "all"; or which keys it sees: "shared prefixes", "own tokens"; or which queries it has: FEW_QUERIES, MANY_QUERIES
     call   its plan and operands
     rows   its queries
     """
@@ -195,7 +209,8 @@ class Part:
 def prepare_paged(
     query: object, cache: PagedCache, table: PageTable, return_aux: AuxRequest | None, arguments: PagedArguments
 ) -> list[Part]:
-    """Checks the arguments of `paged_attention`, and plans its passes: one, or two with `shared`, whose plans are partial.
+    """Checks the arguments of `paged_attention`, and plans its passes: one; two for ragged queries of which a request may have many; or
+    two with `shared`, whose plans are partial.
 
     Raises ValueError for arguments that do not fit.
     """
@@ -205,8 +220,7 @@ def prepare_paged(
     score_mod = _placed(get("score_mod"), get("origin"))
     mask_mod = _placed(get("mask_mod", masks.causal), get("origin"))
     rows, queries = check_rows(query, cache, table, get("query_seq_lengths"), cu_q_lens, get("sinks"))
-    size = options.block_q or tile_size(rows.inputs)
-    own = rows if cu_q_lens is None else ragged_rows(rows, queries, size)
+    asked = options.block_q
     if cu_q_lens is not None or get("shared") is not None:
         options = dataclasses.replace(
             options, block_q=None
@@ -233,7 +247,11 @@ def prepare_paged(
         return Part(name, dataclasses.replace(call, plan=plan), rows)
 
     if get("shared") is None:
-        return [part("all", own, mask_mod, get("sinks"))]
+        passes = [rows] if cu_q_lens is None else ragged_passes(rows, queries, asked)
+        names = ("all",) if len(passes) == 1 else (FEW_QUERIES, MANY_QUERIES)
+        return [part(name, made, mask_mod, get("sinks")) for name, made in zip(names, passes, strict=True)]
+    size = asked or tile_size(rows.inputs)
+    own = rows if cu_q_lens is None else ragged_rows(rows, queries, size)
     shared = check_shared(get("shared"), queries.counts.shape[0], rows.in_pages.page)
     _, start = prefix_starts(shared, rows.key_lengths)
     prefix = prefix_rows(rows, queries, shared, size)
@@ -301,10 +319,16 @@ def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
     return own_tokens
 
 
-def _merged(results: list[Results]) -> Results:
-    """The results over all keys, from those of one or two passes, each over some of the keys (merge_states.py)."""
+def _merged(passes: list[tuple[Part, Results]]) -> Results:
+    """The results of a call from those of its passes: one; two with different queries; or two over different keys (merge_states.py)."""
+    results = [found for _, found in passes]
     if len(results) == 1:
         return results[0]
+    if passes[0][0].name == FEW_QUERIES:
+        many = passes[1][0].rows.exists
+        assert many is not None
+        either = lambda few, x: jnp.where(many.reshape(-1, *[1] * (x.ndim - 1)), x, few)
+        return jax.tree.map(either, *results)
     out, lse = merge_attention_states(jnp.stack([r.out for r in results]), jnp.stack([r.lse for r in results]))
     tops = [r.max_scores for r in results if r.max_scores is not None]
     return Results(out, lse, jnp.maximum(*tops) if tops else None)

@@ -4,7 +4,8 @@ A *tile* is a batch entry with a few queries, whose number is static. Queries co
 begins a new tile. There are as many tiles as queries and segments can need; those that are left over have no query and cost
 nothing.
 
-    ragged queries   a segment is a request. A tile sees the pages and the key length of its request
+    ragged queries   a segment is a request. A tile sees the pages and the key length of its request. Requests of more than MANY queries
+                     have larger tiles, in a pass of their own, because they compute so much that reading keys does not bound them
     shared prefix    a segment is a group of requests, and its queries are those of all its requests. A tile sees the pages of the
                      prefix, and each of its queries has a request and a position of its own
 
@@ -34,6 +35,9 @@ Array = jax.Array
 TILE, PACKED_ROWS = 16, 64
 """The most queries of a tile, and the most packed rows (queries times query heads of a key head), which is what a kernel for few
 queries takes; kernel_options.block_q says another number of queries."""
+MANY, MANY_TILE = 256, 128
+"""A request of ragged queries with more than MANY of them has tiles of MANY_TILE. On an H200, 32 query and 8 key heads of 128: a tile of 16
+queries over 32768 keys takes 19 us of the GPU, one of 128 takes 94 us, or 390 us where nothing else fills the GPU."""
 
 
 def tile_size(inputs: Inputs) -> int:
@@ -46,7 +50,7 @@ def tile_size(inputs: Inputs) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """The queries of all requests, one after the other.
+    """The queries of all requests, one after the other, or those of some requests among them.
 
     query     [queries, N, D]
     request   int32 [queries]: the request of each
@@ -54,6 +58,7 @@ class Queries:
     counts    int32 [R]: how many queries of each request exist
     starts    int32 [R]: the number of the first query of each request
     shape     of the leading dims of the caller's query: (R, T), or (queries,) for ragged ones
+    most      the largest number of queries that a request has here
     """
 
     query: Array
@@ -62,6 +67,11 @@ class Queries:
     counts: Array
     starts: Array
     shape: tuple[int, ...]
+    most: int
+
+    def of(self, which: Array, most: int) -> "Queries":
+        """The same queries, of which only those of the requests `which` (bool [R]) exist, each of at most `most` queries."""
+        return dataclasses.replace(self, counts=jnp.where(which, self.counts, 0), most=min(most, self.most))
 
     @property
     def exists(self) -> Array:
@@ -203,13 +213,13 @@ def check_rows(
     rows = Rows(inputs, in_pages, counts, jnp.asarray(table.lengths), Origin(query="end"))
     if ragged:
         tokens = rows_of_tokens(cu_q_lens, requests, lead[0])
-        return rows, Queries(q, tokens.row, tokens.place, tokens.counts, tokens.starts, (lead[0],))
+        return rows, Queries(q, tokens.row, tokens.place, tokens.counts, tokens.starts, (lead[0],), lead[0])
     most = lead[1]
     each = jnp.full(requests, most, jnp.int32) if counts is None else jnp.clip(counts, 0, most)
     number = jnp.arange(requests * most, dtype=jnp.int32)
     row, place = number // max(most, 1), number % max(most, 1)
     starts = most * jnp.arange(requests, dtype=jnp.int32)
-    return rows, Queries(q.reshape(-1, *q.shape[2:]), row, place, each, starts, (requests, most))
+    return rows, Queries(q.reshape(-1, *q.shape[2:]), row, place, each, starts, (requests, most), most)
 
 
 # ------------------------------------------------------------------- tiles
@@ -232,15 +242,14 @@ class Tiles(typing.NamedTuple):
     before: Array
 
 
-def _cut(counts: Array, starts: Array, queries: int, size: int) -> Tiles:
+def _cut(counts: Array, starts: Array, most: int, size: int) -> Tiles:
     """Cuts segments into tiles of `size` queries, of which the last tile of a segment may have fewer.
 
     counts    int32 [segments]: how many queries each segment has
     starts    int32 [segments]: the number of its first query, where queries are numbered in the order of segments
-    queries   the largest number of queries that all segments can have together; it decides the number of tiles
+    most      the largest number of tiles that they can need, at least 1
     """
     segments = counts.shape[0]
-    most = max(1, queries // size + min(segments, queries))
     needs = -(-counts // size)
     after = jnp.cumsum(needs, dtype=jnp.int32)
     number = jnp.arange(most, dtype=jnp.int32)
@@ -256,13 +265,34 @@ def _taken(x: Array, at: Array) -> Array:
     return (x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)).at[at].get(mode="clip")
 
 
-def ragged_rows(rows: Rows, queries: Queries, size: int) -> Rows:
-    """The rows of ragged queries, in tiles of `size` queries of one request.
+def ragged_passes(rows: Rows, queries: Queries, size: int | None) -> list[Rows]:
+    """The rows of ragged queries in tiles, for one pass, or for two: requests of at most MANY queries in small tiles, and the others in
+    tiles of MANY_TILE. There is one pass where no request can have more than MANY queries.
 
     rows   one batch entry with all queries
+    size   queries of a tile in one pass over all requests; None: as above
+
+    The tiles of a request follow from the number of its own queries.
+    """
+    small = tile_size(rows.inputs)
+    if size is not None or queries.most <= MANY or small > MANY_TILE:
+        return [ragged_rows(rows, queries, size or small)]
+    many = queries.counts > MANY
+    passes = (queries.of(~many, MANY), small, 1), (queries.of(many, queries.most), MANY_TILE, MANY + 1)
+    return [ragged_rows(rows, part, tile, least) for part, tile, least in passes]
+
+
+def ragged_rows(rows: Rows, queries: Queries, size: int, least: int = 1) -> Rows:
+    """The rows of ragged queries, in tiles of `size` queries of one request.
+
+    rows    one batch entry with all queries
+    least   the smallest number of queries, other than 0, that a request has
     """
     inputs, pages, counts = rows.inputs, rows.in_pages, queries.counts
-    tiles = _cut(counts, queries.starts, queries.query.shape[0], size)
+    total, requests = queries.query.shape[0], counts.shape[0]
+    some = min(requests, total // least)  # how many requests can have queries
+    most = max(1, min(total // size + some, some * -(-queries.most // size)))
+    tiles = _cut(counts, queries.starts, most, size)
     request = tiles.segment
     inputs = dataclasses.replace(inputs, query=_taken(queries.query, tiles.members), batch=request.shape[0], q_len=size)
     position = jnp.maximum(rows.key_lengths[request] - counts[request], 0) + tiles.first
@@ -305,7 +335,7 @@ def prefix_rows(rows: Rows, queries: Queries, shared: SharedPrefix, size: int) -
     number = jnp.arange(groups, dtype=jnp.int32)
     counts = jnp.sum(member & (group == number[:, None]), 1, dtype=jnp.int32)
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    tiles = _cut(counts, starts, total, size)
+    tiles = _cut(counts, starts, max(1, total // size + min(groups, total)), size)
     members = _taken(order, tiles.members)
     inputs = dataclasses.replace(
         inputs,

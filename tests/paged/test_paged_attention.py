@@ -129,6 +129,53 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
         assert np.all(np.isneginf(aux.lse[ends[-1] :]))
 
 
+@pytest.mark.slow
+def test_requests_of_many_ragged_queries_are_a_pass_of_their_own() -> None:
+    """Its tiles are larger, and a request's bits are its own."""
+    lengths, counts = np.asarray([300, 21, 0, 290, 40]), np.asarray([258, 3, 0, 290, 1])
+    q, found = draw(100, len(lengths), 290, N, D), []
+    alibi = lambda score, b, h, q, kv: score - 0.01 * (h + 1) * (q - kv)
+    attend = jax.jit(functools.partial(flexjax.paged_attention, score_mod=alibi, return_aux=ALL))
+
+    for rows in ([0, 1, 2, 3, 4], [0], [3, 0]):
+        cache, table = served(lengths[rows].tolist(), 16, seeds=rows)
+        ends = np.cumsum([0, *counts[rows]]).astype(np.int32)
+        flat = jnp.concatenate([q[r, : counts[r]] for r in rows] + [jnp.full((4, N, D), jnp.nan)])
+        names = [part.name for part in prepare_paged(flat, cache, table, None, dict(cu_q_lens=ends))]
+        assert names == ["requests of few queries", "requests of many queries"]
+        out, aux = jax.tree.map(np.asarray, attend(flat, cache, table, cu_q_lens=ends))
+        assert not np.any(out[ends[-1] :])
+        assert np.all(np.isneginf(aux.lse[ends[-1] :]))
+        me = rows.index(0)
+        found.append(jax.tree.map(lambda x, at=slice(*ends[me : me + 2]): x[at], (out, aux)))
+        if len(rows) < 5:
+            continue
+        want = definition(
+            q[np.asarray(rows)], cache, table, score_mod=alibi, return_aux=ALL, query_seq_lengths=counts[rows]
+        )
+        for r, _ in enumerate(rows):
+            got = jax.tree.map(lambda x, at=slice(*ends[r : r + 2]): x[at], (out, aux))
+            assert_same(got, jax.tree.map(lambda x, r=r, c=counts[rows[r]]: x[r, :c], want), 5e-6)
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+@pytest.mark.slow
+def test_gradients_of_requests_of_many_ragged_queries() -> None:
+    counts, slopes, q = [258, 3], draw(8, N), draw(100, 2, 258, N, D)
+    cache, table = served([300, 21], 16, hole=0.0)
+    flat, ends = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)]), np.asarray([0, 258, 261], np.int32)
+
+    def loss(x: tuple[Array, Array], **rows: Any) -> Array:
+        alibi = lambda score, b, h, q, kv: score - 0.01 * x[1][h] * (q - kv)
+        return jnp.sum(jnp.sin(flexjax.paged_attention(x[0], cache, table, score_mod=alibi, **rows)))
+
+    of_tokens, of_slopes = jax.jit(jax.grad(functools.partial(loss, cu_q_lens=ends)))((flat, slopes))
+    want, want_slopes = jax.jit(jax.grad(functools.partial(loss, query_seq_lengths=np.asarray(counts))))((q, slopes))
+    assert_same(of_tokens, jnp.concatenate([want[r, :c] for r, c in enumerate(counts)]), 2e-5)
+    assert_same(of_slopes, want_slopes, 2e-4)
+
+
 @pytest.mark.parametrize("ragged", [True, False])
 def test_block_q_cuts_tiles_that_the_decode_kernel_takes(ragged: bool) -> None:
     """The tiles of ragged queries, and those of a shared prefix."""

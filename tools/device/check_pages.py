@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import sys
 import traceback
+import typing
 
 from flexjax.backends.mosaic_gpu import sm80_cards
 from tests.backends.mosaic_gpu import test_pages
@@ -25,7 +26,7 @@ def main() -> int:
     test_pages.INSTRUCTION = args.instruction
     if args.card:
         sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
-    checks = {name: (test_pages.check_case, name) for name in test_pages.CASES}
+    checks: dict[str, tuple[typing.Any, ...]] = {name: (test_pages.check_case, name) for name in test_pages.CASES}
     checks |= {
         check.__name__: (check,)
         for check in (
@@ -33,10 +34,12 @@ def main() -> int:
             test_pages.check_tree,
             test_pages.check_bits,
             test_pages.check_many_queries,
+            test_pages.check_many_ragged,
         )
     }
     if args.instruction is None:
         checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
+    checks |= {f"prefill in pages of {row[0]}": (test_pages.check_prefill_in_pages, *row) for row in test_pages.PREFILL}
     failed = 0
     for name, (check, *arguments) in checks.items():
         try:

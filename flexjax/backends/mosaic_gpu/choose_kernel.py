@@ -14,7 +14,8 @@ mma.sync kernels by the card.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     mma_decode_kernel        the same on mma.sync, chosen by the same rules
-    gathers_pages(plan)      whether keys in pages are gathered for the forward kernel
+    many_in_pages(plan)      whether keys lie in pages and the forward kernel runs, because the queries are many
+    reads_pages(plan)        whether it then reads the pages in place; else their keys are gathered
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     describe(plan)           both passes as text, for `flexjax.explain`
@@ -136,13 +137,21 @@ def _split_as_asked(plan: KernelPlan, tile: AnyDecodeTile) -> AnyDecodeTile:
     return tile if split in (None, "auto") else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
 
 
-def gathers_pages(plan: KernelPlan) -> bool:
+def many_in_pages(plan: KernelPlan) -> bool:
     """Whether the keys of a plan lie in pages and its queries are too many for the decode kernel, as in a chunk of a prefill: the
-    forward kernel then runs on gathered keys, whose copy is small beside what it multiplies.
+    forward kernel then runs.
 
     Not for a part of a call (`KernelPlan.partial`), whose tiles of queries are few unless the options ask for more.
     """
     return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_tiles.ROWS
+
+
+def reads_pages(plan: KernelPlan) -> bool:
+    """Whether the forward kernel for Hopper reads the pages of a plan in place (forward_pages.py). Where it does not, keys of 8 bits or
+    float32, in pages that TMA cannot copy, or with head dims whose columns two CTAs share, are gathered first.
+    """
+    plain = plan.cache_dtype is None and parts_of(plan) == 1 and ctas_of(plan) == 1
+    return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0
 
 
 def _decode_is_faster(plan: KernelPlan) -> bool:
@@ -324,7 +333,9 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
     card = mma_card(target, plan.options)
     forward = _describe_forward(plan, given) if card is None else _describe_mma_forward(plan, given, card)
     if given.page:
-        return f"keys gathered from their pages, {forward}" if gathers_pages(given) else forward
+        if not many_in_pages(given):
+            return forward
+        return f"keys {'read in' if reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
     if card is not None:
         dq, dkv = mma_backward_kernels(plan, card)
         return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"

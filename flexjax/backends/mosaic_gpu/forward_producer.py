@@ -4,7 +4,7 @@ by TMA.
 For each work item (one query tile with the key tiles that it visits, tile_scheduler.py) it fills a query slot, and
 for each of the item's steps (one key tile each) a key slot and a value slot. Keys are copied one step ahead of
 values, because consumers release a key slot half a step before the value slot. A slot is written only after every
-consumer has released it (forward_barriers.py). With the dynamic scheduler the producer also takes the CTA's work
+consumer has released it (forward_barriers.py). A tile of keys in pages is copied in parts (forward_pages.py). With the dynamic scheduler the producer also takes the CTA's work
 items from the counter.
 """
 
@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.forward_pages import PagedTile
 from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, i32, slot_parts
@@ -129,6 +130,11 @@ class Producer:
             slot = kernel_parts.slot_of(first_step + n, count)
             start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
             slots.acquire(name, free, slot)
+            if inputs.pages is not None:
+                paged = PagedTile(plan.page, tile.page_rows, self.setup.stored_pages, item.b, kv_head, start)
+                last_page = inputs.pages.values if name == "value" else None
+                paged.copy(inputs.pages, source, last_page, ring.at[slot], full.at[slot])
+                return
             copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, tile.parts), full.at[slot])
 
         def copy_keys(n: Scalar) -> None:

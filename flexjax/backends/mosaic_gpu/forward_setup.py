@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 from flexjax.backends.mosaic_gpu.forward_barriers import PingPong, SlotBarriers
+from flexjax.backends.mosaic_gpu.forward_pages import KeyPages
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
@@ -20,13 +21,14 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory. Lengths T, S and head dims D, E are padded (`forward_sm90._inputs`).
 
     query                  [parts * B, T, N, D] or [parts * B, N, T, D], parts as in float_parts.py
-    key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]
+    key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]; in pages [P, page, M, D or E]
     sinks                  [N] float32 or None
     mask_rows              which key tiles are visited
     score, mask, dropout   captured arrays of the three programs
     counter                [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the
                            simulator
     origin                 the tables of an origin, of queries and of keys; () without one
+    pages                  of keys in pages; None for contiguous ones
     """
 
     query: Part
@@ -39,6 +41,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     dropout: tuple[Part, ...]
     counter: Part | None = None
     origin: tuple[Part, ...] = ()
+    pages: KeyPages[Part] | None = None
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -130,7 +133,12 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
 @dataclasses.dataclass(frozen=True)
 class HopperSetup(ForwardSetup[ForwardTile]):
-    """The static part of the forward kernel for Hopper, whose warpgroups have roles."""
+    """The static part of the forward kernel for Hopper, whose warpgroups have roles.
+
+    stored_pages   how many pages the pool has, where keys are in pages
+    """
+
+    stored_pages: int = 0
 
     @property
     def slots(self) -> SlotBarriers:

@@ -9,6 +9,8 @@ and mbarriers instead. Lengths are padded to whole tiles there, because the simu
 an array.
 """
 
+import dataclasses
+import math
 import typing
 
 import jax
@@ -20,6 +22,7 @@ from flexjax.backends.mosaic_gpu import kernel_parts, memory, partial_sums, stag
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
+from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pool_operand
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
 from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch, ForwardTile, forward_scratch
@@ -33,11 +36,14 @@ TMA_ROWS = 8
 """Lengths of operands are multiples of this many rows; TMA fills in zeros past the end itself."""
 
 
-def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
+def forward(
+    plan: KernelPlan, operands: Operands, tile: ForwardTile, pages: KeyPages[jax.Array] | None = None
+) -> Results:
     """Runs the forward kernel: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None),
     in the plan's layout.
 
-    tile   one of `forward_candidates(plan)`, whose head dim includes the extra features
+    tile    one of `forward_candidates(plan)`, whose head dim includes the extra features
+    pages   of a plan with keys in pages, which the kernel reads in place; None for contiguous keys
 
     `support.refuses(plan)` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and
     row maxima are [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
@@ -45,7 +51,10 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     assert tile.fits, tile
     plan, operands = join_extra(plan, operands)
     setup = forward_setup(plan, tile)
-    inputs = _inputs(setup, operands)
+    if pages is not None:
+        tile = dataclasses.replace(tile, page_rows=math.gcd(plan.page, tile.block_kv))
+        setup = dataclasses.replace(setup, tile=tile, stored_pages=operands.key.shape[0])
+    inputs = _inputs(setup, operands, pages)
     scheduler = setup.scheduler
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
     value_dim = tile.value_dim * tile.ctas
@@ -92,7 +101,7 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> HopperSetup:
     return HopperSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
 
 
-def _inputs(setup: HopperSetup, operands: Operands) -> Inputs[jax.Array]:
+def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them.
 
     Lengths and head dims are padded with zeros: lengths to multiples of TMA_ROWS, in the simulator to whole tiles.
@@ -116,13 +125,21 @@ def _inputs(setup: HopperSetup, operands: Operands) -> Inputs[jax.Array]:
     if setup.interpret and setup.staged is not None:
         whole = setup.staged.capture
         score = tuple(_whole_tiles(x, q_length, kv_length) if n == whole else x for n, x in enumerate(score))
+    key_dim, value_dim = tile.head_dim * tile.ctas, tile.value_dim * tile.ctas
+    if pages is None:
+        key = split(pad(operands.key, plan.layout, kv_length, key_dim), tile.parts)
+        value = split(pad(operands.value, plan.layout, kv_length, value_dim), tile.parts)
+    else:
+        key = pool_operand(operands.key, key_dim, setup.interpret)
+        value = pool_operand(operands.value, value_dim, setup.interpret)
+        pages = pages._replace(values=pad(pages.values, "BTNH", plan.page, value_dim))
     counter = None
     if tile.dynamic_scheduler and not setup.interpret:
         counter = typing.cast(jax.Array, jax.new_ref(tile_scheduler.new_counter(scheduler.programs)))
     return Inputs(
-        query=split(pad(operands.query, plan.layout, q_length, tile.head_dim * tile.ctas), tile.parts),
-        key=split(pad(operands.key, plan.layout, kv_length, tile.head_dim * tile.ctas), tile.parts),
-        value=split(pad(operands.value, plan.layout, kv_length, tile.value_dim * tile.ctas), tile.parts),
+        query=split(pad(operands.query, plan.layout, q_length, key_dim), tile.parts),
+        key=key,
+        value=value,
         sinks=operands.sinks,
         mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
         score=score,
@@ -130,6 +147,7 @@ def _inputs(setup: HopperSetup, operands: Operands) -> Inputs[jax.Array]:
         dropout=dropout,
         counter=counter,
         origin=() if operands.origin is None else tuple(operands.origin),
+        pages=pages,
     )
 
 

@@ -56,6 +56,8 @@ class ForwardTile:
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
     ctas                   CTAs of a cluster, which share the columns of each tile (columns.py)
+    page_rows              keys that one copy brings where keys are in pages: what a page and a tile both divide into; 0: keys are
+                           contiguous
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
     """
 
@@ -80,7 +82,13 @@ class ForwardTile:
     prefetch_key_barrier: bool = False
     parts: int = 1
     ctas: int = 1
+    page_rows: int = 0
     programs: int = REFERENCE_SMS
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one slot of keys or of values."""
+        return self.block_kv // self.page_rows if self.page_rows else self.parts
 
     @property
     def block_q(self) -> int:
@@ -153,7 +161,7 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles
     out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory; None with
                  `out_over_queries`
-    *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each part
+    *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each copy
     *_free       a barrier for each slot: every consumer has released the slot; only in the simulator
                  (`forward_barriers.SlotBarriers`)
     staged       [staged_slots, block_q, block_kv], ring of tiles of a captured array; None without one
@@ -202,8 +210,8 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
         value=SwizzledTiles((tile.value_stages * parts, tile.block_kv, tile.value_dim), dtype),
         out=None if tile.out_over_queries else out,
         query_full=Barriers(tile.query_slots, parts),
-        key_full=Barriers(tile.stages, parts),
-        value_full=Barriers(tile.value_stages, parts),
+        key_full=Barriers(tile.stages, tile.copies),
+        value_full=Barriers(tile.value_stages, tile.copies),
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
         value_free=free(tile.value_stages),

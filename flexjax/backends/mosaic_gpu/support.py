@@ -56,7 +56,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
-    if plan.page and not choose_kernel.gathers_pages(plan):
+    if plan.page and not choose_kernel.many_in_pages(plan):
         return _refuses_pages(plan, target, version or jax.__version_info__[:3])
     reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
     reason = reason or _refuses_origin(plan)
@@ -147,18 +147,25 @@ def _lengths_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _kernel_plan(plan: KernelPlan) -> KernelPlan:
-    """The plan that the kernels run where the decode kernel does not: with contiguous keys, with blocks that they can visit
+    """The plan that the kernels run where the decode kernel does not, as if its keys were contiguous: with blocks that they can visit
     (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
     """
     made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan))
     return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan))
 
 
-def _for_kernels(given: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist."""
-    plan, operands = pages.contiguous(given, operands, given.dtype)
-    if operands.lengths is not None:
-        operands = lengths_as_mask.zeroed(plan, operands)
+def _for_kernels(given: KernelPlan, operands: Operands, in_pages: bool = False) -> tuple[KernelPlan, Operands]:
+    """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist.
+
+    in_pages   whether keys stay in their pages, and the plan keeps `page`
+    """
+    if in_pages:
+        queries = None if operands.lengths is None else operands.lengths.query
+        plan, operands = given, operands._replace(query=where_exists(operands.query, queries, given))
+    else:
+        plan, operands = pages.contiguous(given, operands, given.dtype)
+        if operands.lengths is not None:
+            operands = lengths_as_mask.zeroed(plan, operands)
     plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(given))
     return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(given))
 
@@ -268,7 +275,7 @@ class MosaicGpu:
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
-        decodes = plan.page > 0 and not choose_kernel.gathers_pages(plan)
+        decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
         return choose_kernel.describe(plan if decodes else _kernel_plan(plan), plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
@@ -290,13 +297,13 @@ class MosaicGpu:
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
-        them, row maxima. For the forward kernel keys in pages are gathered first.
+        them, row maxima. For the forward kernel keys in pages are gathered first, unless it reads them in place.
 
         On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
         result depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute
         capability.
         """
-        from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm90, forward_sm80, forward_sm90
+        from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm90, forward_pages, forward_sm80, forward_sm90
 
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
@@ -311,10 +318,12 @@ class MosaicGpu:
                 split = dataclasses.replace(split, programs=programs * split.resident_ctas(card))
                 return decode_sm80.forward(plan, operands, split)
         given = plan, operands
-        plan, operands = _for_kernels(plan, plan.on_host(operands))
+        in_pages = card is None and choose_kernel.reads_pages(plan)
+        key_pages = forward_pages.key_pages(plan, operands) if in_pages else None
+        plan, operands = _for_kernels(plan, plan.on_host(operands), in_pages)
         if card is None:
             tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
-            results = forward_sm90.forward(plan, operands, tile)
+            results = forward_sm90.forward(plan, operands, tile, key_pages)
         else:
             results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
         if given[1].lengths is None:

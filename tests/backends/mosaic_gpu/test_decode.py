@@ -141,10 +141,32 @@ def test_keys_in_pages(name: str) -> None:
     assert support.refuses(made, None, (0, 11, 0)) == sentence
 
 
+@pytest.mark.parametrize(
+    ("fields", "in_place"),
+    [
+        ({}, True),
+        ({"q_len": 16}, False),
+        ({"partial": True}, False),
+        ({"cache_dtype": "int8"}, False),
+        ({"dtype": "float32"}, False),
+        ({"page": 12}, False),
+        ({"value_dim": 320}, False),
+    ],
+)
+def test_the_forward_kernel_reads_pages_in_place(fields: dict[str, typing.Any], in_place: bool) -> None:
+    """Whatever the batch and the number of pages are."""
+    made = small(**{"q_len": 17, "options": NONE, "page": 16, "lengths": (False, True), **fields})
+    assert choose_kernel.reads_pages(made) == in_place
+    assert choose_kernel.reads_pages(dataclasses.replace(made, batch=9, kv_len=4096)) == in_place
+
+
 def test_in_words() -> None:
     text = support.BACKEND.schedule(small(kv_len=8192), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward decode 4 x 128, 16 work items of 2048 keys"
     text = support.BACKEND.schedule(small(q_len=40, page=16, lengths=(False, True)), typing.cast(typing.Any, None))
+    assert text == "keys read in their pages, forward 64 x 128"
+    many = small(q_len=40, page=16, lengths=(False, True), cache_dtype="int8")
+    text = support.BACKEND.schedule(many, typing.cast(typing.Any, None))
     assert text == "keys gathered from their pages, forward 64 x 128"
     text = support.BACKEND.schedule(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward 64 x 128 (not the decode kernel: It takes no extra features.)"

@@ -18,6 +18,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+from flexjax.plan.kernel_plan import Lengths  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
 
 if jax.__version_info__ < (0, 11):
@@ -92,6 +93,14 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
             "tile": three,
         },
+        "pages of 64": {"page": 64, "mask": causal, "dim": 128, "kv_len": 512},
+        "pages of 8, ALiBi": {
+            "page": 8,
+            "mask": causal,
+            "dim": 256,
+            "kv_len": 512,
+            "score": lambda s, b, h, q, k: s + slopes[h] * (k - q),
+        },
         "a part, merged with others": {"mask": causal, "dim": 256, "plan": {"partial": True}},
         "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
     }
@@ -100,22 +109,33 @@ def cases() -> dict[str, dict[str, typing.Any]]:
 NAMES = tuple(cases())
 
 
+def in_pages(operands: typing.Any, page: int) -> typing.Any:
+    """The operands of a call with all keys in pages, which keep their order."""
+    batch, length = operands.key.shape[:2]
+    pool = lambda x: x.reshape(-1, page, *x.shape[2:])
+    pages = jnp.arange(batch * length // page, dtype=jnp.int32).reshape(batch, -1)
+    lengths = Lengths(None, jnp.full(batch, length, jnp.int32))
+    return operands._replace(key=pool(operands.key), value=pool(operands.value), pages=pages, lengths=lengths)
+
+
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles
+    from flexjax.backends.mosaic_gpu import forward_pages, forward_sm90, forward_tiles
     from tests.cases.on_hopper import forward_problem
 
     for name in names:
         case = cases()[name]
-        fields, of_plan = case.pop("tile", {}), case.pop("plan", {})
+        fields, of_plan, page = case.pop("tile", {}), case.pop("plan", {}), case.pop("page", 0)
         made = forward_problem(interpret=False, **case)
-        plan = dataclasses.replace(made.plan, **of_plan)
+        plan = dataclasses.replace(made.plan, page=page, **of_plan)
         tile = dataclasses.replace(forward_tiles.forward_tile(plan), **fields)
+        operands = in_pages(made.operands, page) if page else made.operands
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
-            return forward_sm90.forward(plan, operands, tile)
+            pages = forward_pages.key_pages(plan, operands) if plan.page else None
+            return forward_sm90.forward(plan, operands, tile, pages)
 
         print(f"case {name}", file=sys.stderr, flush=True)
-        compile_hopper.compile_for_hopper(run, made.operands)
+        compile_hopper.compile_for_hopper(run, operands)
 
 
 @pytest.mark.parametrize("part", range(3))

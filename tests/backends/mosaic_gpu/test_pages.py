@@ -10,6 +10,8 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks, paged
+from flexjax.backends.mosaic_gpu import choose_kernel
+from flexjax.paged_call import prepare_paged
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
 from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, M, N, biased, definition, draw, served
@@ -149,8 +151,8 @@ def test_quantised_caches(stored: str, dtype: str, given: bool, dim: int, querie
 
 
 def check_many_queries(interpret: bool) -> None:
-    """A chunk of a prefill, alone and among others in other pages of a larger pool and a wider table: gathered keys. Of a quantised
-    cache too.
+    """A chunk of a prefill, alone and among others in other pages of a larger pool and a wider table: in place, and with gathered keys
+    of a quantised cache.
     """
     slopes, most, found = draw(8, N), 40, []
     alibi = lambda score, b, h, q, kv: score - 0.01 * slopes[h] * (q - kv)
@@ -175,7 +177,66 @@ def check_many_queries(interpret: bool) -> None:
     assert_near(attend(q[:1], cache, table), definition(q[:1].astype("float32"), cache, table, **run))
 
 
+def check_prefill_in_pages(page: int, hole: float, interpret: bool) -> None:
+    """Many queries over pages that lie in any order. What free pages, slots past the lengths and hidden pages that are no page's hold does
+    not matter; lengths end in the middle and at the end of a page and of a tile of 128 keys.
+    """
+    lengths = [131, 0, 128, 2 * page]
+    cache, table = served(lengths, page, hole=hole)
+    cache = bf16(cache)
+    recent = lambda b, h, q, kv: (q >= kv) & ((b != 0) | (kv >= page))  # hides the first page of request 0
+    evicted = dataclasses.replace(table, pages=table.pages.at[0, 0].set(2**31 - 1))
+    call = dict(mask_mod=recent, score_mod=biased(draw(8, N, 30)), return_aux=ALL)
+    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, **call, **on_gpu(interpret)))
+    q = draw(100, len(lengths), 40, N, D).astype("bfloat16")
+    plan = prepare_paged(q, cache, evicted, None, {})[0].call.plan
+    assert choose_kernel.reads_pages(plan)
+    wide = jax.tree.map(lambda x: x.astype("float32"), cache)
+    assert_near(attend(q, cache, evicted), definition(q.astype("float32"), wide, table, **call))
+
+
+def check_many_ragged(interpret: bool) -> None:
+    """Requests of many and of few queries in one call, which are two passes; the bits of one with many, alone and among them."""
+    slopes, page, found = draw(8, N), 16, []
+    alibi = lambda score, b, h, q, kv: score - 0.01 * slopes[h] * (q - kv)
+    attend = jitted(
+        interpret, lambda *x: flexjax.paged_attention(*x[:3], cu_q_lens=x[3], score_mod=alibi, **on_gpu(interpret))
+    )
+    q = draw(200, 4, 270, N, D).astype("bfloat16")
+    for lengths, counts, seeds, where in (
+        ([300], [270], [0], {}),
+        ([40, 300, 0, 258], [3, 270, 0, 258], [1, 0, 2, 3], dict(n=22, pool=60)),
+    ):
+        cache, table = served(lengths, page, seeds=seeds, **where)
+        cache, rows = bf16(cache), q[np.asarray(seeds)]
+        flat = jnp.concatenate([rows[r, :c] for r, c in enumerate(counts)] + [jnp.full((4, N, D), jnp.nan, q.dtype)])
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        got = attend(flat, cache, table, jnp.asarray(ends))
+        wide = jax.tree.map(lambda x: x.astype("float32"), cache)
+        given = dict(score_mod=alibi, query_seq_lengths=jnp.asarray(counts))
+        want = definition(rows.astype("float32"), wide, table, **given)
+        for r, c in enumerate(counts):
+            assert_near(got[ends[r] : ends[r + 1]], want[r, :c])
+        assert not np.any(np.asarray(got[ends[-1] :], np.float32))
+        me = seeds.index(0)
+        found.append(np.asarray(got[ends[me] : ends[me + 1]], np.float32))
+    np.testing.assert_array_equal(*found)
+
+
 @needs_kernels
 @pytest.mark.slow
 def test_many_queries() -> None:
     check_many_queries(interpret=True)
+    check_many_ragged(interpret=True)
+
+
+PREFILL = [(8, np.nan), (24, np.inf), (64, 1e30), (128, np.nan)]
+
+
+@needs_kernels
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered in matmul:RuntimeWarning"
+)  # the simulator multiplies what is hidden
+@pytest.mark.parametrize(("page", "hole"), some_slow(PREFILL, PREFILL[:0]))
+def test_prefill_in_pages(page: int, hole: float) -> None:
+    check_prefill_in_pages(page, hole, interpret=True)
