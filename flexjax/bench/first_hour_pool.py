@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 Task = dict[str, typing.Any]
 Answer = dict[str, typing.Any]
@@ -122,20 +121,13 @@ def run_all(
 ) -> list[Answer]:
     """The answers of all tasks, in their order, by so many processes at once.
 
-    workers        number of processes; 0: in this process, without its protection, for tests
+    workers        number of processes
     until          time.time() after which no task begins, and at which running ones are ended
     folder         for files of the processes
     most_seconds   after which a task is ended
     say            called with a line after each task
     """
     answers: list[Answer] = [dict(unreached=UNREACHED) for _ in tasks]
-    if workers == 0:
-        from flexjax.bench.first_hour_tasks import TASKS
-
-        for i, task in enumerate(tasks):
-            if time.time() < until:
-                answers[i] = answered(TASKS, task)
-        return answers
     numbers = iter(range(len(tasks)))
     lock = threading.Lock()
 
@@ -159,22 +151,3 @@ def run_all(
     for thread in threads:
         thread.join()
     return answers
-
-
-def answered(tasks: Mapping[str, Callable[..., Answer]], task: Task) -> Answer:
-    """The answer of a task that runs in this process."""
-    start = time.monotonic()
-    try:
-        answer = tasks[task["task"]](**task["arguments"])
-    except Exception as error:
-        traceback.print_exc()
-        text = (str(error).strip().splitlines() or [""])[0]
-        answer = dict(failed=f"{type(error).__name__}: {text[:300]}")
-    return answer | dict(seconds_taken=time.monotonic() - start)
-
-
-def answer_lines(tasks: Mapping[str, Callable[..., Answer]]) -> int:
-    """Runs the task of each line of the input and prints a line with its answer; returns 0 at the end of the input."""
-    for line in sys.stdin:
-        print(MARK + json.dumps(answered(tasks, json.loads(line))), flush=True)
-    return 0

@@ -11,9 +11,11 @@ A process reads a task from each line of its input (first_hour_pool.py) and prin
 
 import dataclasses
 import itertools
+import json
 import platform
 import sys
 import time
+import traceback
 import typing
 import warnings
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from flexjax import masks
 from flexjax.bench import dense_oracle, first_hour_cases, gpu_peers
 from flexjax.bench.card import Card
 from flexjax.bench.first_hour_cases import Case
+from flexjax.bench.first_hour_pool import MARK
 from flexjax.bench.suites import SUITES, Workload
 from flexjax.types import KernelOptions
 
@@ -76,7 +79,7 @@ def families() -> list[Answer]:
     """A dict for each way to ask for GPU kernels: options (fields of KernelOptions), verdict ("ok" or the refusal), and for "ok" a
     line of `flexjax.explain` about the kernels.
 
-    Tried are each value of KernelOptions.instruction, with and without `experimental`; the second is left out where the first is ok.
+    Tried are the default and each value of KernelOptions.instruction.
     """
     annotation = typing.get_type_hints(KernelOptions)["instruction"]
     named = [
@@ -85,24 +88,15 @@ def families() -> list[Answer]:
     found: list[Answer] = []
     shape = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
     for instruction in (None, *dict.fromkeys(named)):
-        for experimental in (False, True):
-            options: Options = {} if instruction is None else dict(instruction=instruction)
-            options |= dict(experimental=True) if experimental else {}
-            try:
-                text = flexjax.explain(
-                    shape,
-                    shape,
-                    shape,
-                    mask_mod=masks.causal,
-                    implementation=KERNELS,
-                    kernel_options=KernelOptions(**options),
-                )
-            except NotImplementedError as refusal:
-                found.append(dict(options=options, verdict=_first_line(refusal)))
-                continue
-            lines = [line.strip() for line in text.splitlines() if "tiles" in line or "backward pass on" in line]
-            found.append(dict(options=options, verdict="ok", kernels="; ".join(lines)))
-            break
+        options: Options = {} if instruction is None else dict(instruction=instruction)
+        asked: typing.Any = dict(mask_mod=masks.causal, implementation=KERNELS, kernel_options=KernelOptions(**options))
+        try:
+            text = flexjax.explain(shape, shape, shape, **asked)
+        except NotImplementedError as refusal:
+            found.append(dict(options=options, verdict=_first_line(refusal)))
+            continue
+        lines = [line.strip() for line in text.splitlines() if "tiles" in line or "backward pass on" in line]
+        found.append(dict(options=options, verdict="ok", kernels="; ".join(lines)))
     return found
 
 
@@ -122,8 +116,7 @@ def numerics(name: str, dtype: str, options: Options, kernels: bool, small: bool
     kernels   whether the GPU kernels must run it; else whichever backend the default choice takes
     small     whether the case is reduced for a CPU
 
-    Returns verdict ("ok", "WRONG: what", "refused: why"), ratio (the largest difference over what is rounding) and notes: fallbacks,
-    and options that the kernels wanted. A case that is refused is tried again with `experimental`.
+    Returns verdict ("ok", "WRONG: what", "refused: why"), ratio (the largest difference over what is rounding) and notes: fallbacks.
     """
     case = first_hour_cases.CASES[name]
     case = first_hour_cases.small(case) if small else case
@@ -131,17 +124,11 @@ def numerics(name: str, dtype: str, options: Options, kernels: bool, small: bool
     try:
         return _compared(name, case, dtype, asked, kernels)
     except NotImplementedError as refusal:
-        if asked.get("experimental") or not kernels:
-            return dict(verdict=f"refused: {_first_line(refusal)}", notes=[])
-        try:
-            answer = _compared(name, case, dtype, asked | dict(experimental=True), kernels)
-        except NotImplementedError:
-            return dict(verdict=f"refused: {_first_line(refusal)}", notes=[])
-        return answer | dict(notes=[*answer["notes"], "with KernelOptions(experimental=True)"])
+        return dict(verdict=f"refused: {_first_line(refusal)}", notes=[])
 
 
 def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool) -> Answer:
-    """What `numerics` returns, with these options alone. Raises NotImplementedError where the kernels refuse the case."""
+    """What `numerics` returns. Raises NotImplementedError where the kernels refuse the case."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         first, second = run_case(name, case, dtype, options, KERNELS if kernels else None)
@@ -320,11 +307,22 @@ TASKS: dict[str, Callable[..., Answer]] = dict(
 )
 
 
-def main() -> int:
-    """Runs the task of each line of the input and prints its answer; returns 0 at the end of the input."""
-    from flexjax.bench.first_hour_pool import answer_lines
+def answered(task: Answer) -> Answer:
+    """The answer of a task (first_hour_pool.py) that runs in this process."""
+    start = time.monotonic()
+    try:
+        answer = TASKS[task["task"]](**task["arguments"])
+    except Exception as error:
+        traceback.print_exc()
+        answer = dict(failed=f"{type(error).__name__}: {_first_line(error)}")
+    return answer | dict(seconds_taken=time.monotonic() - start)
 
-    return answer_lines(TASKS)
+
+def main() -> int:
+    """Runs the task of each line of the input and prints a line with its answer; returns 0 at the end of the input."""
+    for line in sys.stdin:
+        print(MARK + json.dumps(answered(json.loads(line))), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_processes_that_die_or_hang_cost_one_task(tmp_path, monkeypatch):
 
 def test_the_report_names_what_was_refused_wrong_and_failed():
     rows = [
-        dict(name="a", dtype="bfloat16", by="flexjax", verdict="ok", ratio=0.3, notes=["with KernelOptions(experimental=True)"]),
+        dict(name="a", dtype="bfloat16", by="flexjax", verdict="ok", ratio=0.3, notes=["attention runs on xla"]),
         dict(name="b", dtype="bfloat16", by="flexjax", verdict="refused: no such tile", notes=[]),
         dict(name="c", dtype="bfloat16", by="flexjax", verdict="WRONG: dq is off", ratio=2.0, notes=[]),
         dict(name="d", dtype="bfloat16", by="flexjax", failed="took longer than 90 s and was ended"),
@@ -157,8 +157,8 @@ def test_the_report_names_what_was_refused_wrong_and_failed():
 def test_options_in_the_name_of_a_peer():
     from flexjax.bench import gpu_peers
 
-    options = dict(instruction="mma", experimental=True)
-    assert first_hour.peer_name(options) == "flexjax instruction=mma experimental=True"
+    options = dict(instruction="mma", deterministic=False)
+    assert first_hour.peer_name(options) == "flexjax instruction=mma deterministic=False"
     assert gpu_peers.options_of(first_hour.peer_name(options)) == options
     measured = gpu_peers.adapter("flexjax instruction=mma")
     assert isinstance(measured, functools.partial)
