@@ -19,7 +19,7 @@ CPU_CHUNK = 1 << 14
 """Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
 separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
 the time of four at a time."""
-SHORT_QUERIES, SHORT_KEYS = 64, 128
+SHORT_QUERIES, SHORT_KEYS = 64, 256
 """A call on a CPU with at most SHORT_QUERIES queries, such as a step of decoding, is short, and its visits have SHORT_KEYS keys. A visit
 then has one batch entry, so that its arrays stay in the second-level cache and the bits of a row do not depend on the batch."""
 ACCELERATOR_TILE = 1 << 27
