@@ -23,6 +23,7 @@ from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_
 from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
+from flexjax.ir.single_precision import in_single_precision
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Scales
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
@@ -118,6 +119,8 @@ def prepare(
             score_mod = _scaled(score_mod, scale)
         scale = 1.0
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
+    if score is not None and jnp.dtype(inputs.dtype).itemsize == 2:
+        score = _in_single_precision(score)
     if score is not None and score.program.results[0] == score.program.inputs[0]:
         score = None  # the identity
     block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, origin, in_pages)
@@ -207,6 +210,19 @@ def _origin(
             "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
         )
     return origin
+
+
+def _in_single_precision(traced: TracedMod) -> TracedMod:
+    """A score_mod of 16-bit queries in float32 where it computes in float64 (ir/single_precision.py), so that kernels can run it. The
+    gradients of its float64 arrays are float64, as jax makes them where it casts an array.
+    """
+    given = [p for p in (traced.program, traced.derivative) if p is not None]
+    programs = in_single_precision(given)
+    if programs is None:
+        return traced
+    arrays = tuple(x.astype(c.dtype) for x, c in zip(traced.arrays, programs[0].captures, strict=True))
+    derivative = None if traced.derivative is None else programs[1]
+    return dataclasses.replace(traced, program=programs[0], derivative=derivative, arrays=arrays)
 
 
 def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:

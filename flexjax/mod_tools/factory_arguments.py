@@ -14,6 +14,7 @@ from typing import SupportsIndex
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 LARGEST = 2**31 - 1
@@ -59,7 +60,8 @@ def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...]
 def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
     """Returns `value` as a non-empty integer array whose rank is a key of `shapes`; else raises ValueError.
 
-    It has the integer type that jax gives it; numbers that this type does not hold are refused too.
+    It has the integer type that jax gives it, but int32 where that is int64 and the numbers are known and fit: kernels compute in 32
+    bits. Numbers that the type does not hold are refused too.
     """
     try:
         array = jnp.asarray(value)
@@ -70,9 +72,11 @@ def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str]
         ) from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
-    if not isinstance(value, Array) and array.size:
+    if array.size and (not isinstance(value, Array) or (array.dtype == jnp.int64 and not isinstance(value, Tracer))):
         given, info = np.asarray(value), jnp.iinfo(array.dtype)
         low, high = int(given.min()), int(given.max())
+        if jnp.iinfo(jnp.int32).min <= low and high <= jnp.iinfo(jnp.int32).max:
+            array = array.astype(jnp.int32) if array.dtype == jnp.int64 else array
         if low < info.min or high > info.max:
             raise ValueError(
                 f"`{call}`: `{name}` has numbers from {low} to {high}; expected numbers that {array.dtype} holds. Number them "

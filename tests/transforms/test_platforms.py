@@ -286,6 +286,17 @@ def test_a_warning_that_is_an_error_is_one_again() -> None:
 
 
 @needs_gpu_kernels
+def test_a_float64_table_stays_on_the_kernels() -> None:
+    with jax.enable_x64(True):
+        table = jnp.cos(jnp.arange(512.0))
+        assert table.dtype == jnp.float64
+        assert (
+            said(gradient(score_mod=lambda s, b, h, i, j: s + table[i - j + 255] * np.float64(0.5)), H200, shape())
+            == []
+        )
+
+
+@needs_gpu_kernels
 def test_an_a100_has_kernels() -> None:
     for options in (None, flexjax.KernelOptions(instruction="mma")):
         assert said(gradient(kernel_options=options), A100, shape()) == []
