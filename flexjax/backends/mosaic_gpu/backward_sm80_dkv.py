@@ -90,7 +90,7 @@ def backward_dkv(
         scratch(plan, tiles),
         name="flexjax_backward_dkv" if key and value else "flexjax_backward_dk" if key else "flexjax_backward_dv",
         programs=kv_tiles * plan.batch * plan.kv_heads,
-        warpgroups=tiles.groups if tiles.groups > 1 else None,
+        warpgroups=tiles.groups,
         interpret=plan.options.interpret,
     )
 

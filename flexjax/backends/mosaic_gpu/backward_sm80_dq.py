@@ -88,7 +88,7 @@ def backward_dq(
         scratch(plan, tiles),
         name="flexjax_backward_dq",
         programs=q_tiles * heads,
-        warpgroups=tiles.groups if tiles.groups > 1 else None,
+        warpgroups=tiles.groups,
         interpret=plan.options.interpret,
     )
 

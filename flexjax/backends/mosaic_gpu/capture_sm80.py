@@ -44,7 +44,7 @@ def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> 
         capture_tiles.mma_scratch(plan, slots, card.copying),
         name="flexjax_capture_gradient",
         programs=inputs.lists.count.shape[0],
-        warpgroups=groups if groups > 1 else None,
+        warpgroups=groups,
         interpret=plan.options.interpret,
     )
 

@@ -38,7 +38,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
         mma_decode_scratch(tile, plan.dtype),
         name="flexjax_forward_decode_mma",
         programs=setup.items.programs,
-        warpgroups=None,
+        warpgroups=1,
         interpret=setup.interpret,
     )
     return merged(plan, setup, inputs.work, results, operands.sinks, query_lengths)

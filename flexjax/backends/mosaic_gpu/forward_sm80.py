@@ -57,7 +57,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
         forward_scratch(tile, plan.dtype, setup.interpret),
         name="flexjax_forward_mma",
         programs=scheduler.programs,
-        warpgroups=tile.groups if tile.groups > 1 else None,
+        warpgroups=tile.groups,
         interpret=setup.interpret,
     )
     max_scores = None if results.max_scores is None else without_padding(results.max_scores, plan)

@@ -94,7 +94,7 @@ def launch(
     *,
     name: str,
     programs: int,
-    warpgroups: int | None,
+    warpgroups: int,
     interpret: bool,
     ctas: int = 1,
 ) -> typing.Any:
@@ -105,8 +105,8 @@ def launch(
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
     programs     number of clusters; a kernel reads the number of its cluster by `lax.axis_index("program")`
-    warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`. None: one, which has
-                 no number
+    warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`, but
+                 the only one has no number
     interpret    run in the simulator instead of on the device
     ctas         of a cluster, 1 or 2; with 2, a kernel reads the number of its CTA by `lax.axis_index(COLUMNS)`
 
@@ -116,7 +116,7 @@ def launch(
     in_global = [part for part in jax.tree.leaves(scratch) if interpret and isinstance(part, ClusterTiles)]
     buffers = [jax.ShapeDtypeStruct((programs, ctas, part.groups, *part.shape), jnp.float32) for part in in_global]
     memory = jax.tree.map(lambda part: None if part in in_global else _allocated(part, interpret), scratch)
-    thread_name = None if warpgroups is None else "wg"
+    thread_name = "wg" if warpgroups > 1 else None
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
         """The function that `pl.kernel` calls on Refs: allocates the CTA's shared memory and calls the kernel.
@@ -140,7 +140,7 @@ def launch(
             grid_names=("program",),
             cluster=(ctas,) if ctas > 1 else (),
             cluster_names=(COLUMNS,) if ctas > 1 else (),
-            num_threads=warpgroups,
+            num_threads=warpgroups if warpgroups > 1 else None,
             thread_name=thread_name,
         ),
         compiler_params=plgpu.CompilerParams(

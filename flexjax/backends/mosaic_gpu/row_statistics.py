@@ -147,7 +147,7 @@ def row_dots(
         ),
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,
-        warpgroups=None,
+        warpgroups=1,
         interpret=plan.options.interpret,
     )
     return results.dots

@@ -39,7 +39,7 @@ class Copies:
     """The copies of one kernel.
 
     copying     how tiles come to shared memory
-    groups      warpgroups of a CTA; with one, a kernel is launched with `warpgroups=None`
+    groups      warpgroups of a CTA
     interpret   whether the kernel runs in the simulator
     meeting     the Ref of `sm80_cards.meeting_barrier`
     """
