@@ -18,7 +18,7 @@ AnyTile = typing.TypeVar("AnyTile", bound=ScheduledTile)
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands in global memory. Lengths T, S and head dims D, E are padded (`forward_sm90._inputs`).
+    """Operands in global memory. Lengths T, S and head dims D, E are padded (forward_arrays.py).
 
     query                  [parts * B, T, N, D] or [parts * B, N, T, D], parts as in float_parts.py
     key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]; in pages [P, page, M, D or E]

@@ -8,18 +8,15 @@ zeros past the end of an array.
 """
 
 import jax
-import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_scheduler
+from flexjax.backends.mosaic_gpu import forward_arrays
+from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm80_rows import MmaRows
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import MmaForwardScratch, MmaForwardTile, forward_scratch
-from flexjax.backends.mosaic_gpu.forward_sm90 import TMA_ROWS, without_padding
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, join_extra, launch, pad
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
-from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 Setup = ForwardSetup[MmaForwardTile]
@@ -37,65 +34,36 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
     plan, operands = join_extra(plan, operands)
     setup = Setup(plan, tile, plan.options.interpret, None, static_reference(plan), may_be_large(plan.score))
     inputs = _inputs(setup, operands)
-    scheduler = setup.scheduler
-    stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
-    out = kernel_parts.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: MmaForwardScratch[Ref]) -> None:
         """The forward kernel, in each warpgroup of a CTA."""
         MmaRows.of(setup, inputs, outputs, scratch).compute()
 
-    results: Outputs[jax.Array] = launch(
+    outputs: Outputs[jax.Array] = launch(
         kernel,
         inputs,
-        Outputs(
-            out=out,
-            lse=stats,
-            max_scores=stats if plan.max_scores else None,
-            rounding=out if plan.writes_rounding else None,
-        ),
+        forward_arrays.outputs_for(setup, inputs.query),
         forward_scratch(tile, plan.dtype, setup.interpret),
         name="flexjax_forward_mma",
-        programs=scheduler.programs,
+        programs=setup.scheduler.programs,
         warpgroups=tile.groups,
         interpret=setup.interpret,
     )
-    max_scores = None if results.max_scores is None else without_padding(results.max_scores, plan)
-    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
-    cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
-    rounding = None if results.rounding is None else cut(results.rounding)
-    return Results(cut(results.out), without_padding(results.lse, plan), max_scores, rounding)
+    return forward_arrays.results_from(plan, outputs)
 
 
 def _inputs(setup: Setup, operands: Operands) -> Inputs[jax.Array]:
-    """The operands in the form in which the kernel reads them.
+    """The operands in the form in which the kernel reads them (`forward_arrays.inputs_of`).
 
     Head dims are padded with zeros. Lengths are padded to TMA_ROWS where TMA copies, in the simulator to whole tiles; cp.async reads
-    arrays of any length. Block lists are flat, captured arrays as `memory.kernel_operand` makes them, those of the mask left out
-    without a mask program.
+    arrays of any length.
     """
-    plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
-    unit = TMA_ROWS if tile.copying == "tma" else 1
-    q_length, kv_length = round_up(plan.q_len, unit), round_up(plan.kv_len, unit)
-    if setup.interpret:
-        q_length = scheduler.q_tiles * tile.block_q
-        kv_length = round_up(plan.kv_len, tile.block_kv if plan.blocks is None else plan.blocks.block_kv)
-    score, mask, dropout = (
-        tuple(memory.kernel_operand(x) for x in captures)
-        for captures in (
-            operands.score_captures,
-            operands.mask_captures if plan.mask is not None else (),
-            operands.dropout_captures,
-        )
-    )
-    return Inputs(
-        query=pad(operands.query, plan.layout, q_length, tile.head_dim),
-        key=pad(operands.key, plan.layout, kv_length, tile.head_dim),
-        value=pad(operands.value, plan.layout, kv_length, tile.value_dim),
-        sinks=operands.sinks,
-        mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
-        score=score,
-        mask=mask,
-        dropout=dropout,
-        origin=() if operands.origin is None else tuple(operands.origin),
+    tile, layout = setup.tile, setup.plan.layout
+    q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS if tile.copying == "tma" else 1)
+    return forward_arrays.inputs_of(
+        setup,
+        operands,
+        pad(operands.query, layout, q_length, tile.head_dim),
+        pad(operands.key, layout, kv_length, tile.head_dim),
+        pad(operands.value, layout, kv_length, tile.value_dim),
     )

@@ -1,0 +1,86 @@
+"""The arrays of a forward kernel: its operands as it reads them, what it writes, and the results of the call from that.
+
+The forward kernels of both families use it (forward_sm90.py, forward_sm80.py). Each pads queries, keys and values itself, to the
+lengths of `padded_lengths` and to the columns of its tile.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_scheduler
+from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
+from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+
+TMA_ROWS = 8
+"""Lengths of operands that TMA copies are multiples of this many rows; TMA fills in zeros past the end itself."""
+
+
+def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
+    """(queries, keys) that the operands are padded to: multiples of `unit` rows. In the simulator whole tiles, because it does not
+    fill in zeros past the end of an array.
+    """
+    plan, tile = setup.plan, setup.tile
+    if not setup.interpret:
+        return round_up(plan.q_len, unit), round_up(plan.kv_len, unit)
+    keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
+    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
+
+
+def inputs_of(
+    setup: ForwardSetup[AnyTile], operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array
+) -> Inputs[jax.Array]:
+    """The operands of a kernel, without a counter.
+
+    query, key, value   padded
+
+    Block lists are flat; captured arrays are as `memory.kernel_operand` makes them, and those of mask_mod are left out if the plan has
+    no mask program.
+    """
+    scheduler = setup.scheduler
+    captures = lambda arrays: tuple(memory.kernel_operand(x) for x in arrays)
+    return Inputs(
+        query=query,
+        key=key,
+        value=value,
+        sinks=operands.sinks,
+        mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
+        score=captures(operands.score_captures),
+        mask=captures(operands.mask_captures) if setup.plan.mask is not None else (),
+        dropout=captures(operands.dropout_captures),
+        origin=() if operands.origin is None else tuple(operands.origin),
+    )
+
+
+def outputs_for(setup: ForwardSetup[AnyTile], query: jax.Array) -> Outputs[jax.ShapeDtypeStruct]:
+    """What a kernel writes, for `kernel_parts.launch`, beside these padded queries."""
+    plan, tile = setup.plan, setup.tile
+    rows = setup.scheduler.q_tiles * tile.block_q
+    stats = kernel_parts.output((plan.batch, plan.q_heads, rows), jnp.float32, query)
+    shape = (plan.batch, *query.shape[1:3], tile.value_dim * tile.ctas)
+    out = kernel_parts.output(shape, plan.dtype, query)
+    return Outputs(
+        out=out,
+        lse=stats,
+        max_scores=stats if plan.max_scores else None,
+        rounding=out if plan.writes_rounding else None,
+    )
+
+
+def results_from(plan: KernelPlan, outputs: Outputs[jax.Array]) -> Results:
+    """The results of a call from what its kernel wrote: padding cut off, row statistics [B, T, N] or [B, N, T] by the plan's layout."""
+    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
+    cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
+
+    def statistic(x: jax.Array) -> jax.Array:
+        """A row statistic, [B, N, padded T], without padding in the plan's layout."""
+        x = x[:, :, : plan.q_len]
+        return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
+
+    return Results(
+        cut(outputs.out),
+        statistic(outputs.lse),
+        None if outputs.max_scores is None else statistic(outputs.max_scores),
+        None if outputs.rounding is None else cut(outputs.rounding),
+    )
