@@ -33,16 +33,15 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     stats = row_statistics(plan, given.results, d_out, given.d_lse, card.copying)
     joined_plan, joined = join_extra(plan, operands)
     tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
-    captures = common.captures_of(operands)
+    call = common.BackwardCall(joined_plan, derivative, tokens, common.captures_of(operands))
     direct = direct_gradients(joined_plan, derivative, wanted.score_captures)
     dq_tiles, dkv_tiles = choose_kernel.mma_backward_kernels(joined_plan, card)
 
     d_query = d_key = d_value = None
     written: dict[int, jax.Array] = {}  # direct gradients, by the number of the captured array
-    main = (joined_plan, derivative, tokens)
     if wanted.query or wanted.query_extra or direct:
         by_query = tile_visits.visit_lists(plan, operands.lists, transposed=False)
-        d_query, arrays = backward_dq(*main, by_query, captures, dq_tiles, direct)
+        d_query, arrays = backward_dq(call, by_query, dq_tiles, direct)
         written = {one.capture: one.gradient(plan, a) for one, a in zip(direct, arrays, strict=True)}
     key, value = wanted.key or wanted.key_extra, wanted.value
     if key or value:
@@ -50,7 +49,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
         joint = max(padded_dims(joined_plan)) <= LARGEST_JOINT_DIM
         runs = [(key, value)] if joint else [run for run in ((key, False), (False, value)) if any(run)]
         for with_key, with_value in runs:
-            found = backward_dkv(*main, by_key, captures, dkv_tiles, key=with_key, value=with_value)
+            found = backward_dkv(call, by_key, dkv_tiles, key=with_key, value=with_value)
             d_key, d_value = found.d_key if with_key else d_key, found.d_value if with_value else d_value
     captured = captured_gradients(joined_plan, operands, tokens, wanted, derivative, DenseBiasPlan(), written, card)
     return gradients_of(plan, operands, stats, wanted, d_query, d_key, d_value, captured)

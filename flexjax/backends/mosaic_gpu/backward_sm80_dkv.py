@@ -14,13 +14,11 @@ import dataclasses
 import typing
 
 import jax
-from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
-from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
+from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.registers import zero_tile
@@ -28,8 +26,6 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
-from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -47,11 +43,8 @@ class Sums(typing.NamedTuple):
 
 
 def backward_dkv(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     tiles: Tiles,
     *,
     key: bool,
@@ -59,16 +52,14 @@ def backward_dkv(
 ) -> Outputs[jax.Array]:
     """dK (`key`) and dV (`value`), one CTA for each key tile of each key head. What lies past the ends is undefined.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block; of a head, CTAs with the most visits start first
-    captures     captured arrays as kernels take them
-    tiles        sizes of the kernel
+    lists   the block lists of each key block; of a head, CTAs with the most visits start first
+    tiles   sizes of the kernel
     """
+    plan, tokens = call.plan, call.tokens
     kv_tiles = -(-plan.kv_len // tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.visited), "kv", (tiles.visited, tiles.owned))
+    math = TileMath(plan, call.derivative, (tiles.rows, tiles.visited), "kv", (tiles.visited, tiles.owned))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The dK/dV kernel, in each warpgroup of a CTA."""
@@ -80,12 +71,12 @@ def backward_dkv(
         )
         arrays = inputs.tokens.query, inputs.tokens.d_out
         visited = VisitedTiles(plan, tiles, scratch, arrays, plan.q_len, sequence)
-        _Cta(math, tiles, visited, inputs, scratch, outputs, own.key_head).compute()
+        _Cta(math, visited, inputs, outputs, own.key_head).compute()
 
     shape = lambda x, wanted: kernel_parts.output(x.shape, x.dtype, tokens.key) if wanted else None
     return launch(
         kernel,
-        Inputs(tokens, lists, order, captures),
+        Inputs(tokens, lists, order, call.captures),
         Outputs(shape(tokens.key, key), shape(tokens.value, value)),
         scratch(plan, tiles),
         name="flexjax_backward_dkv" if key and value else "flexjax_backward_dk" if key else "flexjax_backward_dv",
@@ -96,34 +87,23 @@ def backward_dkv(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
-    """One CTA inside the kernel, as one of its warpgroups sees it.
+class _Cta(VisitingCta):
+    """A CTA that owns a tile of keys.
 
-    math                       how a tile's P and dS are computed
-    tiles                      sizes of the kernel
-    visited                    slots of the query tiles, and which are visited
-    inputs, scratch, outputs   Refs to operands, shared memory and results
-    key_head                   of the keys
+    outputs    Refs to the results
+    key_head   of the keys
     """
 
-    math: TileMath
-    tiles: Tiles
-    visited: VisitedTiles
-    inputs: Inputs[Ref]
-    scratch: Scratch[Ref]
     outputs: Outputs[Ref]
     key_head: Scalar
 
     def compute(self) -> None:
         """dK (times scale) and dV of this warpgroup's keys, in the dtypes of keys and values."""
-        plan, tokens, sequence, rows = self.math.plan, self.inputs.tokens, self.visited.sequence, self.tiles.rows
-        start = sequence.tile * self.tiles.owned
-        kv0 = start + self.visited.copies.group * rows
-        self.visited.begin((tokens.key, tokens.value), self.key_head, start, plan.kv_len, sequence.first())
+        plan, tokens, sequence, rows = self.plan, self.inputs.tokens, self.sequence, self.tiles.rows
+        kv0, scratch = self.group_start, self.visited.scratch
+        self.visited.begin((tokens.key, tokens.value), self.key_head, self.own_start, plan.kv_len, sequence.first())
         zero = lambda output, own: None if output is None else zero_tile((rows, own.shape[-1]))
-        sums = Sums(
-            zero(self.outputs.d_key, self.scratch.own_first), zero(self.outputs.d_value, self.scratch.own_second)
-        )
+        sums = Sums(zero(self.outputs.d_key, scratch.own_first), zero(self.outputs.d_value, scratch.own_second))
 
         def begin(head: Scalar) -> RowMath:
             """P and dS of this warpgroup's keys for one query head."""
@@ -138,15 +118,10 @@ class _Cta:
 
     def add_visit(self, rows: RowMath, visit: VisitNow, sums: Sums) -> Sums:
         """The sums with one visit added, as `VisitSequence.each` calls it; `rows` is P and dS for the head of the visit."""
-        math, interpret = self.math, self.math.plan.options.interpret
-        sequence = self.visited.sequence
-        head, queries = sequence.first_head + visit.head, pl.ds(visit.start, self.tiles.visited)
+        interpret, head = self.plan.options.interpret, self.sequence.first_head + visit.head
         tile = rows.at_columns(visit.start, visit.masked)
         q_tile, out_tile = self.visited.arrive(visit)
-        statistic = lambda which: kernel_parts.load(
-            self.inputs.tokens.stats.at[sequence.b, head, which, queries], common.ALONG_COLUMNS, optimized=False
-        )
-        lse2, delta = statistic(0), statistic(1)
+        lse2, delta = self.statistics(head, visit.start, self.tiles.visited, ALONG_COLUMNS)
         own_key, own_value = self.visited.own()
         s = product_transposed(own_key, q_tile, interpret)
         found = tile.probabilities(s, lse2)
@@ -156,7 +131,7 @@ class _Cta:
         if dk is not None:
             factor = found.factor()
             dp = product_transposed(own_value, out_tile, interpret)
-            ds = found.cotangent(factor, dp, math.broadcast(delta, "q"))
+            ds = found.cotangent(factor, dp, self.math.broadcast(delta, "q"))
             dk = add_product(dk, ds.astype(q_tile.dtype), q_tile, interpret)
         self.visited.leave(visit)
         return Sums(dk, dv)

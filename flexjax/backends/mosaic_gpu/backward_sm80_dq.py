@@ -8,65 +8,49 @@ a captured array with an element for each (query, key), which this kernel writes
 """
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
-from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
+from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.pair_bias import DirectGradient
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import skipped_blocks
 from flexjax.backends.mosaic_gpu.registers import zero_tile
-from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
-from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
-from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
-
-
-class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """dQ in the shape of the padded queries, and each direct gradient as `DirectGradient.whole_tiles` says, in the dtype of its array."""
-
-    d_query: Part
-    direct_gradients: tuple[Part, ...]
+from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
 
 
 def backward_dq(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     tiles: Tiles,
     gradients: tuple[DirectGradient, ...],
-) -> Outputs[jax.Array]:
+) -> DqOutputs[jax.Array]:
     """dQ and the direct gradients, one CTA for each query tile of each query head. What lies past the ends is undefined.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivatives, None for the identity
-    lists        the block lists of each query block; of a head, CTAs with the most visits start first
-    captures     captured arrays as kernels take them
-    tiles        sizes of the kernel
-    gradients    the direct gradients
+    lists       the block lists of each query block; of a head, CTAs with the most visits start first
+    tiles       sizes of the kernel
+    gradients   the direct gradients
     """
+    plan, tokens = call.plan, call.tokens
     q_tiles = -(-plan.q_len // tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)
     shape = (tiles.rows, tiles.visited)
-    math = TileMath(plan, derivative, shape, "q", (tiles.owned, tiles.visited), loads_too=loads)
+    math = TileMath(plan, call.derivative, shape, "q", (tiles.owned, tiles.visited), loads_too=loads)
+    skipped = skipped_blocks(plan, lists) if gradients else VisitLists()
     heads = plan.batch * plan.q_heads
 
-    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+    def kernel(inputs: Inputs[Ref], outputs: DqOutputs[Ref], scratch: Scratch[Ref]) -> None:
         """The dQ kernel, in each warpgroup of a CTA."""
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
@@ -76,12 +60,12 @@ def backward_dq(
         sequence = VisitSequence(visits, inputs.lists, b, h, 1, tile, tiles.visited, may_be_masked, kv_group=plan.group)
         arrays = inputs.tokens.key, inputs.tokens.value
         visited = VisitedTiles(plan, tiles, scratch, arrays, plan.kv_len, sequence)
-        _Cta(math, tiles, gradients, visits, visited, inputs, scratch, outputs, b, h, tile).compute()
+        _Cta(math, visited, inputs, outputs, gradients).compute()
 
     return launch(
         kernel,
-        Inputs(tokens, lists, order, captures, skipped_blocks(plan, lists) if gradients else VisitLists()),
-        Outputs(
+        Inputs(tokens, lists, order, call.captures, skipped),
+        DqOutputs(
             kernel_parts.output(tokens.query.shape, tokens.query.dtype, tokens.query),
             tuple(kernel_parts.output(one.whole_tiles(plan), one.dtype, tokens.query) for one in gradients),
         ),
@@ -94,60 +78,32 @@ def backward_dq(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
-    """One CTA inside the kernel, as one of its warpgroups sees it.
+class _Cta(VisitingCta):
+    """A CTA that owns a tile of queries.
 
-    math                       how a tile's P and dS are computed
-    tiles                      sizes of the kernel
-    gradients                  the direct gradients
-    visits, visited            which key tiles are visited; their slots
-    inputs, scratch, outputs   Refs to operands, shared memory and results
-    b, h, tile                 batch entry, query head and number of the query tile
+    outputs     Refs to the results
+    gradients   the direct gradients
     """
 
-    math: TileMath
-    tiles: Tiles
+    outputs: DqOutputs[Ref]
     gradients: tuple[DirectGradient, ...]
-    visits: TileVisits
-    visited: VisitedTiles
-    inputs: Inputs[Ref]
-    scratch: Scratch[Ref]
-    outputs: Outputs[Ref]
-    b: Scalar
-    h: Scalar
-    tile: Scalar
-
-    @property
-    def group(self) -> Scalar | int:
-        """Number of this warpgroup."""
-        return self.visited.copies.group
-
-    @property
-    def q0(self) -> Scalar:
-        """The first query of this warpgroup."""
-        return self.tile * self.tiles.owned + self.group * self.tiles.rows
 
     def compute(self) -> None:
         """dQ of this warpgroup's queries, times scale, in the dtype of the queries; and the direct gradients."""
-        math, plan, tokens = self.math, self.math.plan, self.inputs.tokens
-        own = pl.ds(self.q0, self.tiles.rows)
-        statistic = lambda which: kernel_parts.load(
-            tokens.stats.at[self.b, self.h, which, own], common.ALONG_ROWS, optimized=False
-        )
-        lse2, delta = statistic(0), statistic(1)
-        sequence = self.visited.sequence
-        start = self.tile * self.tiles.owned
-        self.visited.begin((tokens.query, tokens.d_out), self.h, start, plan.q_len, sequence.first())
+        plan, tokens, sequence, q0 = self.plan, self.inputs.tokens, self.sequence, self.group_start
+        b, h, size = sequence.b, sequence.first_head, self.tiles.rows
+        lse2, delta = self.statistics(h, q0, size, ALONG_ROWS)
+        self.visited.begin((tokens.query, tokens.d_out), h, self.own_start, plan.q_len, sequence.first())
 
         def step(rows: RowMath, visit: VisitNow, dq: jax.Array) -> jax.Array:
             """dQ after one more visit, as `VisitSequence.each` calls it."""
             return self.add_visit(rows, visit, dq, lse2, delta)
 
-        rows = lambda _: math.at_rows(self.b, self.h, self.q0, self.inputs.captures)
-        dq = sequence.each(rows, step, zero_tile((self.tiles.rows, self.scratch.own_first.shape[-1])))
+        rows = lambda _: self.math.at_rows(b, h, q0, self.inputs.captures)
+        dq = sequence.each(rows, step, zero_tile((size, self.visited.scratch.own_first.shape[-1])))
         self.write_zeros()
-        target = rows_of(self.outputs.d_query, plan.layout, self.b, self.h, self.q0, self.tiles.rows)
-        write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - self.q0, plan.options.interpret)
+        target = rows_of(self.outputs.d_query, plan.layout, b, h, q0, size)
+        write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - q0, plan.options.interpret)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, dq: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.Array:
         """dQ, [rows, D] float32, with dS K of one visit added; writes the direct gradients of its tile.
@@ -155,7 +111,7 @@ class _Cta:
         rows            P and dS of this warpgroup's rows
         lse2, delta     [rows], row statistics
         """
-        interpret = self.math.plan.options.interpret
+        interpret = self.plan.options.interpret
         tile = rows.at_columns(visit.start, visit.masked)
         keys, values = self.visited.arrive(visit)
         own_query, own_out = self.visited.own()
@@ -175,18 +131,19 @@ class _Cta:
 
     def gradient_tile(self, one: DirectGradient, output: Ref, kv0: Scalar) -> Ref:
         """This warpgroup's part of the tile of a direct gradient from key kv0 on."""
-        return one.tile(output, self.b, self.h, self.q0, kv0, self.math.shape)
+        return one.tile(output, self.sequence.b, self.sequence.first_head, self.group_start, kv0, self.math.shape)
 
     def write_zeros(self) -> None:
         """Zeros in the tiles of direct gradients that the block mask skips."""
-        skipped = self.inputs.skipped
+        skipped, sequence = self.inputs.skipped, self.sequence
+        own = skipped, sequence.b, sequence.first_head, sequence.tile
         if not self.gradients or skipped.full_num is None:
             return
-        count = self.visits.counts(skipped, self.b, self.h, self.tile).unmasked
+        count = sequence.visits.counts(*own).unmasked
 
         @pl.loop(0, count)
         def one_tile(i: Scalar) -> None:
             """Zeros in one tile of each direct gradient."""
-            kv0 = self.visits.tile(skipped, self.b, self.h, self.tile, i, False) * self.tiles.visited
+            kv0 = sequence.visits.tile(*own, i, False) * self.tiles.visited
             for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
                 self.gradient_tile(one, output, kv0)[...] = zero_tile(self.math.shape).astype(one.dtype)

@@ -12,11 +12,15 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from flexjax.backends.mosaic_gpu import kernel_parts
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Inputs
+from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, not_hoisted, rows_of, slot_of
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
@@ -238,3 +242,51 @@ class VisitedTiles:
             for array, target in zip(self.arrays, (self.scratch.first, self.scratch.second), strict=True):
                 source = rows_of(array, self.plan.layout, sequence.b, head, visit.start, self.tiles.visited)
                 self.copies.start(source, target.at[slot], arrived, self.length - visit.start)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitingCta:
+    """One CTA of a backward kernel, as one of its warpgroups sees it.
+
+    math      how a tile's P and dS are computed
+    visited   slots of the visited tiles, and which are visited
+    inputs    Refs to the operands
+    """
+
+    math: TileMath
+    visited: VisitedTiles
+    inputs: Inputs[Ref]
+
+    @property
+    def plan(self) -> KernelPlan:
+        """The plan of the call."""
+        return self.math.plan
+
+    @property
+    def tiles(self) -> Tiles:
+        """Sizes of the kernel."""
+        return self.visited.tiles
+
+    @property
+    def sequence(self) -> VisitSequence:
+        """Which tiles are visited."""
+        return self.visited.sequence
+
+    @property
+    def own_start(self) -> Scalar:
+        """The first token that the CTA owns."""
+        return self.sequence.tile * self.tiles.owned
+
+    @property
+    def group_start(self) -> Scalar:
+        """The first token that this warpgroup owns."""
+        return self.own_start + self.visited.copies.group * self.tiles.rows
+
+    def statistics(self, head: Scalar, first: Scalar, count: int, layout: typing.Any) -> tuple[jax.Array, jax.Array]:
+        """lse2 and delta, [count] float32, of the queries from number `first` on of one head.
+
+        layout   in registers: backward_sm90_common.ALONG_ROWS or ALONG_COLUMNS
+        """
+        stats, queries = self.inputs.tokens.stats, pl.ds(first, count)
+        one = lambda which: kernel_parts.load(stats.at[self.sequence.b, head, which, queries], layout, optimized=False)
+        return one(0), one(1)

@@ -51,20 +51,20 @@ def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
     want_query, want_keys = wanted.query or wanted.query_extra, wanted.key or wanted.value or wanted.key_extra
     by_query = tile_visits.visit_lists(plan, operands.lists, transposed=False)
     by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
-    main = (joined_plan, derivative, tokens)
+    call = common.BackwardCall(joined_plan, derivative, tokens, captures)
     kernels = choose_kernel.backward_kernels(joined_plan, bias.types, all_gradients=want_query and want_keys)
     if isinstance(kernels, choose_kernel.FusedKernel):
-        d_query, d_key, d_value = backward_fused(*main, by_key, captures, kernels)
+        d_query, d_key, d_value = backward_fused(call, by_key, kernels)
     else:
         if want_query or bias.direct_gradients:
-            d_query, arrays = backward_dq(*main, by_query, captures, kernels.dq, bias)
+            d_query, arrays = backward_dq(call, by_query, kernels.dq, bias)
             d_query = join(d_query, parts_of(plan))
             direct = {one.capture: one.gradient(plan, a) for one, a in zip(bias.direct_gradients, arrays, strict=True)}
         dkv = kernels.dkv
         if want_keys and isinstance(dkv, SplitDkvTiles):
-            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv_split(*main, by_key, captures, dkv))
+            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv_split(call, by_key, dkv))
         elif want_keys and isinstance(dkv, DkvTiles):
-            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv(*main, by_key, captures, dkv, bias))
+            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv(call, by_key, dkv, bias))
 
     captured = captured_gradients(joined_plan, operands, tokens, wanted, derivative, bias, direct)
     return gradients_of(plan, operands, stats, wanted, d_query, d_key, d_value, captured)

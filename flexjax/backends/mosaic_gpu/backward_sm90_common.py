@@ -44,6 +44,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.thread_tiles import tile_parts
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 WGMMA = plgpu.Layout.WGMMA
@@ -120,8 +121,23 @@ def captures_of(operands: Operands) -> Captures[jax.Array]:
     return Captures(score, mask, dropout, origin)
 
 
+class BackwardCall(typing.NamedTuple):
+    """What every backward kernel is given of a call.
+
+    plan         with extra features joined to the head dim
+    derivative   score_mod with its derivatives; None for the identity
+    tokens       the padded arrays over tokens
+    captures     captured arrays as kernels take them
+    """
+
+    plan: KernelPlan
+    derivative: ir.Program | None
+    tokens: Tokens[jax.Array]
+    captures: Captures[jax.Array]
+
+
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands of the dQ kernel and of both dK/dV kernels.
+    """Operands of the dQ kernels and of all dK/dV kernels but the fused one.
 
     lists     block lists of the axis whose tiles the CTAs own (`tile_visits.visit_lists`): of query blocks for dQ
     order     which owned tile each CTA takes (`tile_visits.longest_first`); None: tiles in ascending order
@@ -133,6 +149,15 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     order: Part | None
     captures: Captures[Part]
     skipped: VisitLists[Part] = VisitLists()
+
+
+class DqOutputs(typing.NamedTuple, typing.Generic[Part]):
+    """What a dQ kernel writes: dQ in the shape of `Tokens.query`, and the direct gradients (pair_bias.py), for Hopper in the shapes of
+    `DirectGradient.output_shape`, by mma.sync in those of `DirectGradient.whole_tiles`.
+    """
+
+    d_query: Part
+    direct_gradients: tuple[Part, ...]
 
 
 # ------------------------------------------------------------------- registers

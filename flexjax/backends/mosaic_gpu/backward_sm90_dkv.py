@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
@@ -35,8 +35,6 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
-from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -47,30 +45,25 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 def backward_dkv(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in parts in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of
+    """dK and dV in parts in the shapes of the padded keys and values, by the dK/dV kernel: one CTA for each key tile of
     each key head.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block; of a head, CTAs with the most visits start first
-    captures     captured arrays as kernels take them
-    tiles        sizes of the kernel
-    bias         which captured array is staged, if `tiles` has slots for it
+    lists   the block lists of each key block; of a head, CTAs with the most visits start first
+    tiles   sizes of the kernel
+    bias    which captured array is staged, if `tiles` has slots for it
     """
+    plan, tokens = call.plan, call.tokens
     kv_tile = tiles.rows * tiles.groups
     kv_tiles = -(-plan.kv_len // kv_tile)
     visits = tile_visits.visits_for(plan, kv_tile, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, kv_tile))
-    staging = staging_for(plan, derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
+    math = TileMath(plan, call.derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, kv_tile))
+    staging = staging_for(plan, call.derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The dK/dV kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
@@ -84,7 +77,7 @@ def backward_dkv(
     shapes = (kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
     return launch(
         kernel,
-        Inputs(tokens, lists, order, captures),
+        Inputs(tokens, lists, order, call.captures),
         Outputs(*shapes),
         dkv_scratch(plan, tiles, bias.types),
         name="flexjax_backward_dkv",
@@ -99,7 +92,7 @@ class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
-    tiles             sizes of the kernel
+    tiles        sizes of the kernel
     staging           of a pair bias; None: none is staged
     own               the key tile that the CTA owns
     rings             of Q and dO

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
@@ -33,34 +33,27 @@ from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
-from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
 
 KEYS_ARRIVED, VALUES_ARRIVED, PRODUCTS_DONE = 0, 1, 2
 """The barriers of `SplitScratch.own_full`."""
 
 
 def backward_dkv_split(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     tiles: SplitDkvTiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV in parts in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel: one CTA for each tile of
+    """dK and dV in parts in the shapes of the padded keys and values, by the split dK/dV kernel: one CTA for each tile of
     SPLIT_KEYS keys of each key head. Nothing is staged.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block; of a head, CTAs with the most visits start first
-    captures     captured arrays as kernels take them
-    tiles        ring depths of the kernel
+    lists   the block lists of each key block; of a head, CTAs with the most visits start first
+    tiles   ring depths of the kernel
     """
+    plan, tokens = call.plan, call.tokens
     kv_tiles = -(-plan.kv_len // SPLIT_KEYS)
     visits = tile_visits.visits_for(plan, SPLIT_KEYS, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
-    math = TileMath(plan, derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))
+    math = TileMath(plan, call.derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: SplitScratch[Ref]) -> None:
         """The split dK/dV kernel: runs one warpgroup of a CTA; 0 computes dV, 1 computes dK, 2 copies."""
@@ -77,7 +70,7 @@ def backward_dkv_split(
     shapes = (kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
     return launch(
         kernel,
-        Inputs(tokens, lists, order, captures),
+        Inputs(tokens, lists, order, call.captures),
         Outputs(*shapes),
         split_dkv_scratch(plan, tiles),
         name="flexjax_backward_dkv_split",
@@ -93,7 +86,7 @@ class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
-    tiles             ring depths
+    tiles        ring depths
     own               the key tile that the CTA owns
     kv0               its first key
     rings             of Q and dO

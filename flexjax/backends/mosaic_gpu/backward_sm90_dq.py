@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.columns import ctas_of
@@ -36,48 +36,34 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, la
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
-from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
-from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
-
-
-class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """dQ in parts in the shape of the padded queries, and each direct gradient as `DirectGradient.output_shape` says."""
-
-    d_query: Part
-    direct_gradients: tuple[Part, ...]
 
 
 def backward_dq(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     tiles: DqTiles,
     bias: DenseBiasPlan,
-) -> Outputs[jax.Array]:
-    """dQ in parts in the shape of `tokens.query`, and the direct gradients of `bias`: one CTA for each query tile of each query
+) -> DqOutputs[jax.Array]:
+    """dQ in parts in the shape of the padded queries, and the direct gradients of `bias`: one CTA for each query tile of each query
     head, of `tiles.batch_entries` batch entries together.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivatives, None for the identity
-    lists        the block lists of each query block; of a head, CTAs with the most visits start first
-    captures     captured arrays as kernels take them
-    tiles        sizes of the kernel
-    bias         which captured array is staged, if `tiles` has slots for it, and which gradients this kernel writes
+    lists   the block lists of each query block; of a head, CTAs with the most visits start first
+    tiles   sizes of the kernel
+    bias    which captured array is staged, if `tiles` has slots for it, and which gradients this kernel writes
     """
+    plan, tokens = call.plan, call.tokens
     q_tile = tiles.rows * tiles.groups
     q_tiles = -(-plan.q_len // q_tile)
     visits = tile_visits.visits_for(plan, q_tile, tiles.keys, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in bias.direct_gradients)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q", (q_tile, tiles.keys), loads_too=loads)
-    staging = staging_for(plan, derivative, bias, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
+    math = TileMath(plan, call.derivative, (tiles.rows, tiles.keys), "q", (q_tile, tiles.keys), loads_too=loads)
+    staging = staging_for(plan, call.derivative, bias, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
+    skipped = skipped_blocks(plan, lists) if bias.direct_gradients else VisitLists()
     heads = plan.batch // tiles.batch_entries * plan.q_heads
 
-    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+    def kernel(inputs: Inputs[Ref], outputs: DqOutputs[Ref], scratch: Scratch[Ref]) -> None:
         """The dQ kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
@@ -96,8 +82,8 @@ def backward_dq(
 
     return launch(
         kernel,
-        Inputs(tokens, lists, order, captures, skipped_blocks(plan, lists) if bias.direct_gradients else VisitLists()),
-        Outputs(
+        Inputs(tokens, lists, order, call.captures, skipped),
+        DqOutputs(
             kernel_parts.output(tokens.query.shape, tokens.query.dtype, tokens.query),
             tuple(kernel_parts.output(*one.output_shape(plan), tokens.query) for one in bias.direct_gradients),
         ),
@@ -181,7 +167,7 @@ class _Cta(TileCta):
 
     # --------------------------------------------------------------- computing warpgroups
 
-    def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
+    def compute(self, group: Scalar, outputs: DqOutputs[Ref]) -> None:
         """What computing warpgroup `group` does: dQ of its queries for each of the E batch entries.
 
         With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the

@@ -51,7 +51,7 @@ from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedTiles, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits, OwnKeys, QueryVisits, query_visits
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Products, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
@@ -68,7 +68,6 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
 )
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
-from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
@@ -144,33 +143,27 @@ class _FusedSetup:
 
 
 def backward_fused(
-    plan: KernelPlan,
-    derivative: ir.Program | None,
-    tokens: Tokens[jax.Array],
+    call: BackwardCall,
     lists: VisitLists[jax.Array],
-    captures: Captures[jax.Array],
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dQ, dK, dV) in the shapes of query, key and value of `tokens`, by the fused kernel: one CTA for each tile of
+    """(dQ, dK, dV) in the shapes of the padded queries, keys and values, by the fused kernel: one CTA for each tile of
     FUSED_KEYS keys of each key head.
 
-    plan         with extra features joined to the head dim
-    derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block
-    captures     captured arrays as kernels take them
-    chosen       sizes of the kernel, and whether its additions to dQ have a fixed order (dq_order.py) or any
+    lists    the block lists of each key block
+    chosen   sizes of the kernel, and whether its additions to dQ have a fixed order (dq_order.py) or any
 
     dQ is summed in float32 in memory that starts at zero; in a fixed order on the device the memory starts undefined,
     the first addition to a tile is a store, and tiles that no CTA visits are set to zero afterwards.
     """
-    tiles = chosen.tiles
+    plan, tokens, tiles = call.plan, call.tokens, chosen.tiles
     kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // tiles.queries
         q_tiles = -(-q_tiles // per_block) * per_block
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
-    math = TileMath(plan, derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
+    math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
     setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
@@ -191,7 +184,7 @@ def backward_fused(
     counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + ctas,), jnp.int32))
     d_key, d_value = launch(
         kernel,
-        Inputs[typing.Any](tokens, visits, captures, dq_sum, counts),
+        Inputs[typing.Any](tokens, visits, call.captures, dq_sum, counts),
         Outputs(*(kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))),
         fused_scratch(plan, tiles),
         name="flexjax_backward_fused",
