@@ -138,6 +138,17 @@ def forward_problem(
     return ForwardProblem(plan, operands, *dense(arrays, plan, score, on, dropout, logits))
 
 
+def assert_results_close(made: ForwardProblem, got: Results) -> None:
+    """Compares the results of a forward kernel on 16-bit operands with those of its problem."""
+    out = np.asarray(got.out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
+    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
+    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
+    if got.max_scores is not None:
+        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+
+
 # ------------------------------------------------------------------- backward
 
 

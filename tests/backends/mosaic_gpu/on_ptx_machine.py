@@ -1,6 +1,6 @@
 """Kernels for compute capability 8.x on the machine of ptx_machine.py: the launch of a kernel, compiled and executed on the CPU.
 
-    python -m tests.backends.mosaic_gpu.on_ptx_machine NAME ...     problems of tests/cases/hopper_forward.py, a line for each
+    python -m tests.backends.mosaic_gpu.on_ptx_machine [--ORDER,ARRIVAL] NAME ...     problems of tests/cases/hopper_forward.py, a line for each
 
 To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
 `kernel_parts.launch`.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +104,8 @@ def outcome(name: str, how: Execution) -> str:
 
     from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
     from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
-    from tests.backends.mosaic_gpu.test_sm80_forward import assert_matches
     from tests.cases.hopper_forward import FORWARD
-    from tests.cases.on_hopper import forward_problem
+    from tests.cases.on_hopper import assert_results_close, forward_problem
 
     start = time.time()
     made = forward_problem(**FORWARD[name])
@@ -115,22 +114,24 @@ def outcome(name: str, how: Execution) -> str:
     tile = forward_sm80_tiles.forward_tile(plan, CARDS[compile_card.CARDS[CARD].capability])
     try:
         with execute(forward_sm80, how=how), targets.as_seen_by_pallas(device):
-            assert_matches(made, forward_sm80.forward(plan, made.operands, tile))
+            assert_results_close(made, forward_sm80.forward(plan, made.operands, tile))
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"
     return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
 
 
-def main(names: list[str]) -> int:
-    how = Execution("together", "late")
+def main(arguments: list[str], outcome: Callable[[str, Execution], str], problems: Iterable[str]) -> int:
+    """Prints outcome(name, how) for the problems that the arguments name, by default all; returns the exit status, 1 where one failed.
+
+    arguments   [--ORDER,ARRIVAL] NAME ...; without the first, threads run together and copies arrive late
+    """
+    how, names = Execution("together", "late"), list(arguments)
     if names and names[0].startswith("--"):
         how = Execution(*names.pop(0)[2:].split(","))
-    from tests.cases.hopper_forward import FORWARD
-
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ[DUMPS] = os.environ.get("KEEP_DUMPS", folder)
-        for name in names or FORWARD:
+        for name in names or problems:
             line = outcome(name, how)
             failed += line.startswith("FAIL")
             print(line, flush=True)
@@ -138,4 +139,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from tests.cases.hopper_forward import FORWARD
+
+    sys.exit(main(sys.argv[1:], outcome, FORWARD))

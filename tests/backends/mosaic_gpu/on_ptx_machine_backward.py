@@ -7,9 +7,7 @@ additions. To be used in a process of its own, as on_ptx_machine.py.
 """
 
 import dataclasses
-import os
 import sys
-import tempfile
 import time
 
 from flexjax.backends import target as targets
@@ -17,7 +15,7 @@ from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm80_dkv, backward_sm80_dq, capture_sm80, row_statistics
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from tests.backends.mosaic_gpu import compile_card
-from tests.backends.mosaic_gpu.on_ptx_machine import CARD, DUMPS, Execution, execute
+from tests.backends.mosaic_gpu.on_ptx_machine import CARD, Execution, execute, main
 from tests.backends.mosaic_gpu.test_sm80_backward import SMALL
 from tests.cases.hopper_backward import BACKWARD, CAPTURED
 from tests.cases.on_hopper import assert_gradients_close, backward_problem
@@ -41,21 +39,5 @@ def outcome(name: str, how: Execution) -> str:
     return f"ok {name} {', '.join(ran)} {time.time() - start:.1f} s"
 
 
-def main(names: list[str]) -> int:
-    how = (
-        Execution(*names.pop(0)[2:].split(","))
-        if names and names[0].startswith("--")
-        else Execution("together", "late")
-    )
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[DUMPS] = os.environ.get("KEEP_DUMPS", folder)
-        for name in names or PROBLEMS:
-            line = outcome(name, how)
-            failed += line.startswith("FAIL")
-            print(line, flush=True)
-    return int(failed > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], outcome, PROBLEMS))

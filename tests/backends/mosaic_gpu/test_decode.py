@@ -28,7 +28,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Sca
 from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
 from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
-from tests.cases.on_hopper import ForwardProblem, forward_problem  # noqa: E402
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem  # noqa: E402
 from tests.cases.small import quick_jit  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(
@@ -337,14 +337,7 @@ def run(plan: KernelPlan, operands: Operands, programs: int = 3, chunk: int = 12
 @pytest.mark.parametrize("name", [*SIMULATED, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_matches_dense(name: str) -> None:
     made = problem({**SIMULATED, **SLOW}[name])
-    got = run(made.plan, made.operands)
-    out = np.asarray(got.out.astype(jnp.float32))
-    assert np.isfinite(out).all()
-    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
-    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
-    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
-    if got.max_scores is not None:
-        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+    assert_results_close(made, run(made.plan, made.operands))
 
 
 KEYS = np.array([200, 0, 137], np.int32)

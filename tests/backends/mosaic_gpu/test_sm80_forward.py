@@ -3,8 +3,6 @@
 import typing
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 if jax.__version_info__ < (0, 11):
@@ -14,7 +12,7 @@ from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD
-from tests.cases.on_hopper import ForwardProblem, forward_problem
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem
 from tests.marks import some_slow
 
 
@@ -25,23 +23,13 @@ def run(made: ForwardProblem, card: str = "8.0", **fields: typing.Any) -> Result
     return jax.jit(lambda operands: forward_sm80.forward(made.plan, operands, tile))(made.operands)
 
 
-def assert_matches(made: ForwardProblem, got: Results) -> None:
-    out = np.asarray(got.out.astype(jnp.float32))
-    assert np.isfinite(out).all()
-    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
-    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
-    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
-    if got.max_scores is not None:
-        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
-
-
 QUICK = ("documents", "odd lengths and dims")
 
 
 @pytest.mark.parametrize("name", some_slow(tuple(FORWARD), QUICK))
 def test_matches_dense(name: str) -> None:
     made = forward_problem(**FORWARD[name])
-    assert_matches(made, run(made))
+    assert_results_close(made, run(made))
 
 
 BOTH_WAYS = [
@@ -61,5 +49,5 @@ BOTH_WAYS = [
 def test_both_ways_of_copying(card: str, name: str, fields: tuple, races: list) -> None:
     """TMA and cp.async, one and two warpgroups, rings of several lengths; conftest.py looks for races."""
     made = forward_problem(**FORWARD[name])
-    assert_matches(made, run(made, card, **dict(fields)))
+    assert_results_close(made, run(made, card, **dict(fields)))
     assert len(races) == 1
