@@ -14,8 +14,6 @@ H200, of which most is compilation; the table comes last.
 
 import argparse
 import dataclasses
-import statistics
-import time
 import typing
 from collections.abc import Callable
 
@@ -25,6 +23,7 @@ import numpy as np
 
 import flexjax
 from flexjax import masks
+from tools.device import timed_cases
 
 Array = jax.Array
 HEADS = 16
@@ -124,19 +123,6 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def median_seconds(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
-    """Median wall-clock seconds of each call over `rounds` rounds. In a round every call is timed once, as the mean of
-    `each` calls back to back.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, found in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready([call() for _ in range(each)])
-            found.append((time.perf_counter() - start) / each)
-    return [statistics.median(found) for found in times]
-
-
 def error(got: typing.Any, want: typing.Any) -> float:
     """The largest relative error, in norm, of these arrays; inf where one is not finite."""
     worst = 0.0
@@ -174,7 +160,7 @@ def measure(case: Case, interpret: bool) -> list[str]:
         calls = pair if interpret else [jax.jit(f) for f in pair]  # the simulator takes eager calls alone
         errors = [error(call(*given), want) for call in calls]
         run = lambda call, given: lambda: call(*given)
-        times = [0.0, 0.0] if interpret else median_seconds([run(call, given) for call in calls])
+        times = [0.0, 0.0] if interpret else timed_cases.median_seconds([run(call, given) for call in calls])
         lines.append(
             f"{case.name:<18} {name:<8} {times[0] * 1e3:8.3f} ms  dense {times[1] * 1e3:8.3f} ms  "
             f"{times[1] / max(times[0], 1e-9):5.2f} times  error {errors[0]:.1e}  dense {errors[1]:.1e}"
@@ -190,18 +176,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--interpret", action="store_true")
     given = parser.parse_args()
-    start, lines = time.perf_counter(), []
-    for case in cases(given.tokens):
-        if given.cases and not any(part in case.name for part in given.cases.split(";")):
-            continue
-        if time.perf_counter() - start > given.seconds:
-            lines.append(f"{case.name:<18} not begun: the time was up")
-            continue
-        try:
-            lines += measure(case, given.interpret)
-        except Exception as failure:
-            lines.append(f"{case.name:<18} failed: {type(failure).__name__}: {str(failure)[:300]}")
-        print(f"{time.perf_counter() - start:6.1f} s  {lines[-1]}", flush=True)
+    named = lambda case: not given.cases or any(part in case.name for part in given.cases.split(";"))
+    chosen = [case for case in cases(given.tokens) if named(case)]
+    lines, _ = timed_cases.lines_of(chosen, lambda case: measure(case, given.interpret), given.seconds)
     device = jax.devices()[0].device_kind
     print(f"\nfloat32 at the default precision, {HEADS} heads, {given.tokens} tokens, {device}, jax {jax.__version__}")
     print("\n".join(lines))

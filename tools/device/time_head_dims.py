@@ -12,9 +12,7 @@ count visited positions, 2.5 times as many operations backward. The table comes 
 
 import argparse
 import dataclasses
-import faulthandler
 import functools
-import statistics
 import sys
 import time
 import typing
@@ -26,6 +24,7 @@ import numpy as np
 
 import flexjax
 from flexjax import masks
+from tools.device import timed_cases
 
 Array = jax.Array
 WORST = 0.012
@@ -144,17 +143,6 @@ def error(got: typing.Any, want: typing.Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else np.inf
 
 
-def in_turns(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
-    """Median seconds of each call: in each round every call in turn, `each` times back to back."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, found in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready([call() for _ in range(each)])
-            found.append((time.perf_counter() - start) / each)
-    return [statistics.median(found) for found in times]
-
-
 def check(call: Call, backward: bool, interpret: bool) -> str:
     """A line with the errors of one small call; raises where one is above WORST, or where two runs differ in a bit."""
     arrays = call.arrays(seed=int(time.time()) % 1000)
@@ -186,7 +174,7 @@ def measure(call: Call, backward: bool) -> list[str]:
         if max(errors) > 2 * WORST:
             raise AssertionError(f"{call.name} {name}: differs from dense attention by {errors}")
         run = lambda function, given: lambda: function(*given)
-        times = in_turns([run(function, given) for function in calls])
+        times = timed_cases.median_seconds([run(function, given) for function in calls])
         if name == "backward":  # both passes less the forward pass
             times = [total - before for total, before in zip(times, spent, strict=True)]
         spent = times
@@ -205,23 +193,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--interpret", action="store_true")
     given = parser.parse_args()
-    start, lines, wrong = time.perf_counter(), [], False
     backward = given.passes == "both"
-    for call in (*CHECKS, *(() if given.interpret else TIMED)):
-        if time.perf_counter() - start > given.seconds:
-            lines.append(f"{call.name}: not begun, the time was up")
-            continue
-        if not given.interpret:
-            faulthandler.dump_traceback_later(75, exit=True)  # a kernel that hangs must not keep the device
-        try:
-            also = backward and call.dim <= 512  # wider heads have no backward kernels
-            lines += [check(call, also, given.interpret)] if call in CHECKS else measure(call, also)
-        except Exception as failure:
-            wrong = True
-            lines.append(f"{call.name}: failed: {type(failure).__name__}: {str(failure)[:600]}")
-        print(f"{time.perf_counter() - start:6.1f} s  {lines[-1]}", flush=True)
-        if wrong and call in CHECKS:
-            break
+
+    def run(call: Call) -> list[str]:
+        """The lines of a check or of a timed call."""
+        also = backward and call.dim <= 512  # wider heads have no backward kernels
+        return [check(call, also, given.interpret)] if call in CHECKS else measure(call, also)
+
+    lines, wrong = timed_cases.lines_of(
+        (*CHECKS, *(() if given.interpret else TIMED)),
+        run,
+        given.seconds,
+        needed=lambda call: call in CHECKS,
+        watched=not given.interpret,
+    )
     print(f"\nhead dims above 256, bfloat16, causal, {jax.devices()[0].device_kind}, jax {jax.__version__}")
     print("\n".join(lines))
     sys.exit(1 if wrong else 0)
