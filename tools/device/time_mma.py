@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import time_mma_backward
+from tools.device import time_mma_backward
 
 WORKLOADS = (
     "causal d128;full d128;causal d64;full d64;window 1025 d128;12 documents d128;ALiBi causal d128;soft cap causal d128;"
