@@ -283,10 +283,12 @@ def ragged_passes(rows: Rows, queries: Queries, size: int | None) -> list[Rows]:
 
 
 def ragged_rows(rows: Rows, queries: Queries, size: int, least: int = 1) -> Rows:
-    """The rows of ragged queries, in tiles of `size` queries of one request.
+    """The rows of ragged queries, in tiles of `size` queries of one request: their keys are those of the request.
 
     rows    one batch entry with all queries
-    least   the smallest number of queries, other than 0, that a request has
+    least   the smallest number of queries, other than 0, that a request has; a larger one makes fewer tiles
+
+    A query that does not exist (`Queries.exists`) has no place: its out is 0 and its lse -inf. `origin` holds the positions.
     """
     inputs, pages, counts = rows.inputs, rows.in_pages, queries.counts
     total, requests = queries.query.shape[0], counts.shape[0]
@@ -313,7 +315,8 @@ def ragged_rows(rows: Rows, queries: Queries, size: int, least: int = 1) -> Rows
 def prefix_starts(shared: SharedPrefix, lengths: Array) -> tuple[Array, Array]:
     """(group, start), int32 [R] each: the group of each request, -1 for none, and how many of its tokens the group shares, 0 for none.
 
-    lengths   int32 [R]: keys of each request; a request that is shorter than the prefix of its group is in no group
+    lengths   int32 [R]: keys of each request; one that has fewer keys than the prefix of its group counts as a request without a
+              group
     """
     groups = shared.prefix_lengths.shape[0]
     start = shared.prefix_lengths[jnp.clip(shared.group, 0, groups - 1)]
@@ -322,9 +325,13 @@ def prefix_starts(shared: SharedPrefix, lengths: Array) -> tuple[Array, Array]:
 
 
 def prefix_rows(rows: Rows, queries: Queries, shared: SharedPrefix, size: int) -> Rows:
-    """The rows of queries over the prefix of their group, in tiles of `size` queries of one group.
+    """The rows of the pass over shared prefixes, in tiles of `size` queries of one group: their keys are the prefix of the group.
 
     rows   of the same call, with the pages and the key lengths of the requests
+
+    A query whose request is in no group (`prefix_starts`) has no place here: its out is 0 and its lse -inf, which changes nothing
+    when the pass over own tokens is merged. The rows have no sinks, because that other pass counts them. `position` holds the
+    positions of the queries, since the queries of a tile do not follow one another.
     """
     inputs, total = rows.inputs, queries.query.shape[0]
     groups, columns = shared.prefix_pages.shape

@@ -91,12 +91,15 @@ class Run(typing.NamedTuple):
     processes: bool
 
     def all(self, tasks: Sequence[Task], until: float, workers: int, most_seconds: float = 120.0) -> list[Answer]:
-        """The answers of all tasks; see first_hour_pool.run_all."""
+        """The answers of all tasks, in their order, as first_hour_pool.run_all gives them.
+
+        Without `processes` every task runs in this process, whatever `until`, `workers` and `most_seconds` say.
+        """
         if self.processes:
             return run_all(tasks, workers, until, self.folder, most_seconds)
-        from flexjax.bench.first_hour_tasks import answered  # imports jax
+        from flexjax.bench.first_hour_tasks import run_here  # imports jax
 
-        return [answered(task) for task in tasks]
+        return [run_here(task) for task in tasks]
 
     def one(self, task: str, until: float, **arguments: object) -> Answer:
         """The answer of one task."""

@@ -100,7 +100,9 @@ def markdown(found: Found) -> str:
 
 
 def _numerics(found: Found) -> list[str]:
-    """Counts of verdicts by flexjax and dtype, and a line for each case that was not plainly right."""
+    """Markdown lines of the section "Numbers": a table of how many cases have which verdict, for each way to ask for kernels and each
+    dtype, then the sentences of refusals and notes, each with the first four cases that have it.
+    """
     rows = found["numerics"]["rows"]
     lines = ["## Numbers", "", "Results and gradients against a float64 oracle; 1 is what rounding explains.", ""]
     lines += [
@@ -137,7 +139,7 @@ def _kind(row: Found) -> str:
 
 
 def _ceilings(found: Found) -> list[str]:
-    """Rates, and clock and power meanwhile."""
+    """Markdown lines of the section "Ceilings": for the matrix products and the read the rate, with clock and power meanwhile."""
     lines = ["## Ceilings", "", "| what | rate | SM clock | power | held back by |", "|---|---:|---:|---:|---|"]
     for name, row in found["ceilings"].items():
         if isinstance(row, dict):
@@ -147,14 +149,17 @@ def _ceilings(found: Found) -> list[str]:
 
 
 def _load(row: Found) -> str:
-    """Three cells: clock, power and what held the clock back; "-" where NVML said nothing."""
+    """The last three cells of a table row: SM clock, power and what held the clock back; "-" in each if NVML gave no clock.
+
+    row   an answer that has clock, power and reasons beside its times or rate, or none of the three
+    """
     if "clock" not in row:
         return "- | - | -"
     return f"{row['clock']:.0f} MHz | {row['power']:.0f} W | {', '.join(row['reasons']) or 'nothing'}"
 
 
 def _times(found: Found) -> list[str]:
-    """The table of the gpu suite."""
+    """Markdown lines of the section "Times": the table of the gpu suite (report.on_gpu); [] if no workload was timed."""
     stage = found["times"]
     if not stage["rows"]:
         return []
@@ -162,7 +167,12 @@ def _times(found: Found) -> list[str]:
 
 
 def _sustained(found: Found) -> list[str]:
-    """Times back to back with clock and power."""
+    """Markdown lines of the section "Back to back": a table of workloads whose calls ran back to back for a while, with the milliseconds of
+    a call, clock and power.
+
+    A workload has a line for its forward pass and one for both passes; one that the time did not reach has a line that says so, and
+    one that failed has none (`failures` names it).
+    """
     lines = [
         "## Back to back",
         "",
@@ -180,7 +190,10 @@ def _sustained(found: Found) -> list[str]:
 
 
 def _tune(found: Found) -> list[str]:
-    """What autotune found."""
+    """Markdown lines of the section "Tiles": for each workload and pass that autotune timed, the default and the fastest tile.
+
+    A workload that the time did not reach has a line that says so; one that failed has none (`failures` names it).
+    """
     lines = [
         "## Tiles",
         "",
@@ -205,3 +218,5 @@ def _tune(found: Found) -> list[str]:
 
 
 SECTIONS = dict(numerics=_numerics, ceilings=_ceilings, times=_times, sustained=_sustained, tune=_tune)
+"""Stage -> the function that writes its section from `found`, where the answer of the stage is found[stage]; `markdown` calls it only for
+a stage that ran and did not fail."""

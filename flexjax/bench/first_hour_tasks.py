@@ -29,11 +29,10 @@ from flexjax import masks
 from flexjax.bench import dense_oracle, first_hour_cases, gpu_peers
 from flexjax.bench.card import Card
 from flexjax.bench.first_hour_cases import Case
-from flexjax.bench.first_hour_pool import MARK
+from flexjax.bench.first_hour_pool import MARK, Answer, Task
 from flexjax.bench.suites import SUITES, Workload
 from flexjax.types import KernelOptions
 
-Answer = dict[str, typing.Any]
 Options = dict[str, typing.Any]
 """Fields of KernelOptions that differ from the default."""
 KERNELS = "mosaic_gpu"
@@ -307,8 +306,14 @@ TASKS: dict[str, Callable[..., Answer]] = dict(
 )
 
 
-def answered(task: Answer) -> Answer:
-    """The answer of a task (first_hour_pool.py) that runs in this process."""
+def run_here(task: Task) -> Answer:
+    """Runs a task in this process; returns its answer.
+
+    task   a dict of `task`, a name in TASKS, and `arguments`, the keywords of that function
+
+    The answer is what the function returns, or {"failed": why} if it raises an Exception, whose traceback goes to stderr; both with
+    `seconds_taken`.
+    """
     start = time.monotonic()
     try:
         answer = TASKS[task["task"]](**task["arguments"])
@@ -321,7 +326,7 @@ def answered(task: Answer) -> Answer:
 def main() -> int:
     """Runs the task of each line of the input and prints a line with its answer; returns 0 at the end of the input."""
     for line in sys.stdin:
-        print(MARK + json.dumps(answered(json.loads(line))), flush=True)
+        print(MARK + json.dumps(run_here(json.loads(line))), flush=True)
     return 0
 
 

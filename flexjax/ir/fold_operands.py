@@ -9,7 +9,7 @@ from flexjax.ir.ranges import is_integer
 
 
 def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
-    """The case that a select_n equals, if its predicate is a literal or all its cases are equal; None for any other.
+    """The case that a select_n equals, if its predicate is a literal or all its cases are equal; None for any other select_n.
 
     inputs   the predicate, then the cases
     """
@@ -20,7 +20,10 @@ def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `and` or `or` (`prim`) of two bools equals, if one is a literal or both are equal; None for any others."""
+    """The operand that `and` or `or` of two bools equals, if one operand is a literal or both are equal; None for other operands.
+
+    prim   "and" or "or"; the caller checks it, and that the operands are bools
+    """
     a, b = inputs
     for x, y in ((a, b), (b, a)):
         if isinstance(y, Lit):
@@ -30,9 +33,11 @@ def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `max` or `min` (`prim`) of two operands equals everywhere, by their ranges; None where neither does.
+    """The operand that `max` or `min` of two operands equals at every entry, by their ranges; None if that is not known of either.
 
-    Where a range is unknown, the operands must be equal.
+    prim   "max" or "min"; the caller checks it
+
+    If one of the ranges is unknown, only equal operands are folded.
     """
     a, b = inputs
     ra, rb = range_of_val(a), range_of_val(b)

@@ -37,10 +37,12 @@ def integer(call: str, name: str, value: object, least: int | None, advice: str)
 
 
 def integer_or_vector(call: str, name: str, value: ArrayLike, axis: str, least: int | None, advice: str) -> int | Array:
-    """Returns `value` as an int of at least `least` (None: any), or as an int32 array `[]` or with one axis; else raises
-    ValueError.
+    """Returns `value` as an int, or as an int32 array `[]` or with one axis; else raises ValueError.
 
     axis:   the spelling of an array with one axis, such as "[B]", for errors
+    least:  the smallest int that is accepted; None: any that int32 represents. Numbers in arrays are not compared with it
+
+    Only an int of Python or numpy becomes an int. An array is of an integer type and not empty.
     """
     if isinstance(value, int | np.integer):
         return integer(call, name, value, least, advice)
@@ -119,7 +121,10 @@ def positive_number(call: str, name: str, value: object, advice: str) -> float:
 
 
 def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: str) -> float | Array:
-    """Returns `value` as a finite float above 0, or as a floating array `[]` or `[N]` of any values; else raises ValueError."""
+    """Returns `value` as a finite float above 0, or as a floating array `[]` or `[N]` of any values; else raises ValueError.
+
+    Only a number of Python or numpy becomes a float. An array of integers is refused, not converted, and so is an empty array.
+    """
     if isinstance(value, int | float | np.number):
         return positive_number(call, name, value, advice)
     return float_array(call, name, value, {0: "[]", 1: "[N]"}, advice)

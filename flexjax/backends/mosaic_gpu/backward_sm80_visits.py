@@ -34,8 +34,8 @@ State = typing.TypeVar("State")
 class Visit(typing.NamedTuple):
     """One visit, int32 scalars.
 
-    head     number of the query head among those of the CTA; their number, where there is no such visit
-    step     number of the visit among those of the head
+    head     number of the query head among those of the CTA; `VisitSequence.heads` if there is no such visit
+    step     number of the visit among those of the head, where unmasked visits come before masked ones
     start    first token of the visited tile
     """
 
@@ -63,7 +63,10 @@ class VisitNow(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class VisitSequence:
-    """The visits of one CTA, in order.
+    """The visits of one CTA, in order: head after head, and in a head first the unmasked visits, then the masked ones.
+
+    In the methods, `head` is the number of a query head among those of the CTA, and a step is the number of a visit among all
+    visits of its head (in tile_visits.py it counts within one list).
 
     visits, lists   which tiles the owned tile visits
     b, first_head   batch entry, and the first query head
@@ -85,20 +88,22 @@ class VisitSequence:
     kv_group: int | None = None
 
     def visited_head(self, head: Scalar) -> Scalar:
-        """The head, of queries or of keys, of the arrays visited for the head with number `head` among those of the CTA."""
+        """The head of the visited arrays that belongs to `head`: a query head, or the key head that it reads (`kv_group`)."""
         h = self.first_head + head
         return h if self.kv_group is None else lax.div(h, jnp.int32(self.kv_group))
 
     def counts(self, head: Scalar) -> VisitCounts:
-        """The visits of the head with number `head` among those of the CTA."""
+        """How many visits the head has without and with the mask."""
         return self.visits.counts(self.lists, self.b, self.first_head + head, self.tile)
 
     def first(self) -> Visit:
-        """The first visit."""
+        """The first visit; if the CTA has none, a Visit whose head is `heads`."""
         return self._from(jnp.int32(0))
 
     def after(self, visit: Visit) -> Visit:
-        """The visit after an existing one, or after one that does not exist: none."""
+        """The visit that follows `visit`, in its head or in the next head with a visit; if none follows, a Visit whose head is
+        `heads`, also for a `visit` that does not exist itself.
+        """
         head = jnp.minimum(visit.head, self.heads - 1)
         counts = self.counts(head)
         step = visit.step + 1
@@ -107,7 +112,7 @@ class VisitSequence:
         return cond(more, same, lambda: self._from(visit.head + 1))
 
     def _from(self, head: Scalar) -> Visit:
-        """The first visit of the heads from `head` on."""
+        """The first visit of the heads from `head` on; if they have none, a Visit whose head is `heads`."""
         total = lambda n: sum(self.counts(n))
         if self.heads == 1:
             exists = (head == 0) & (total(jnp.int32(0)) > 0)
@@ -122,7 +127,11 @@ class VisitSequence:
         return Visit(head, jnp.int32(0), start)
 
     def _start(self, head: Scalar, step: Scalar, counts: VisitCounts) -> Scalar:
-        """The first token of the tile visited at `step`, which exists, of a head with these counts."""
+        """The number of the first token of the tile that the head visits at this step.
+
+        step     less than the sum of `counts`
+        counts   what `counts(head)` gives
+        """
         tile = lambda n, masked: self.visits.tile(self.lists, self.b, self.first_head + head, self.tile, n, masked)
         if not self.visits.lists:
             return step * self.visited

@@ -653,8 +653,8 @@ class TileProgram:
         return tuple(steps)
 
     def _load(self, load: ir.Load) -> TileValue:
-        """What a load reads on the current tile, in the dtype of tile_ops.py; its kind is that of the axes of its
-        indices together.
+        """What a load reads on the current tile, as float32, int32, uint32 or bool (tile_ops.py, `inner_dtype`); its kind
+        is that of the axes of its indices together.
 
         A scalar is one read. A vector or tile whose indices are affine integers or scalars is read by
         `memory.load_affine`, without the values of those affine integers; any other by `_gather`, from the values of
