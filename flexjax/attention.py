@@ -202,7 +202,9 @@ def flex_attention(
 
 
 def with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
-    """What flex_attention and paged_attention return: out, or with return_aux (out, the extra results that it asks for)."""
+    """What flex_attention and paged_attention return: out, or with return_aux (out, AuxOutput), whose fields that return_aux does not
+    ask for are None.
+    """
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(

@@ -52,12 +52,12 @@ SMALL = Size(layers=2, width=32, heads=2, tokens=96, documents=3)
 
 
 def no_attention(ids: Array) -> Attention:
-    """The sum of q, k and v: no attention, but gradients for all of them."""
+    """The sum of q, k and v: no attention, but gradients for all of them; `ids` is not read."""
     return lambda q, k, v: q + k + v
 
 
 def by_flexjax(ids: Array, implementation: typing.Literal["xla"] | None = None) -> Attention:
-    """flexjax with a block mask; `implementation` as for flex_attention."""
+    """flexjax with a block mask made here: causal, and inside the documents `ids`; `implementation` as for flex_attention."""
     tokens = ids.shape[0]
     block_mask = flexjax.create_block_mask(
         flexjax.and_masks(masks.causal, masks.document(ids)), None, None, tokens, tokens
@@ -66,12 +66,12 @@ def by_flexjax(ids: Array, implementation: typing.Literal["xla"] | None = None) 
 
 
 def cudnn_causal(ids: Array) -> Attention:
-    """cuDNN's causal attention, which ignores documents."""
+    """cuDNN's causal attention, which ignores the documents `ids`."""
     return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
 
 def dense_mask(ids: Array, implementation: typing.Literal["xla", "cudnn"]) -> Attention:
-    """jax.nn.dot_product_attention with a mask of all pairs of tokens."""
+    """jax.nn.dot_product_attention with the same mask as `by_flexjax`, as an array bool [1, 1, T, T]."""
     at = jnp.arange(ids.shape[0])
     mask = (ids[:, None] == ids) & (at[:, None] >= at)
     return functools.partial(jax.nn.dot_product_attention, mask=mask[None, None], implementation=implementation)
@@ -122,10 +122,13 @@ def normalised(x: Array) -> Array:
 
 
 def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Callable[..., tuple[Weights, Weights]]:
-    """The training step with an attention: (weights, input, target, ids) -> (new weights, numbers to compare).
+    """Makes the training step of the model with one attention: (weights, input, target, ids) -> (new weights, numbers to compare).
 
-    input and target are bfloat16 [1, T, width], ids is int32 [T]. The numbers are the loss and the norm of the gradients of three
-    weights that attention reaches.
+    make_attention   a value of ATTENTIONS: called with ids inside the step, so the step also makes the block mask
+
+    The step is a plain function to be jitted. input and target are bfloat16 [1, T, width], ids is int32 [T], the document of each
+    token; weights are those of `first_weights`. New weights are those of gradient descent at rate 0.1. The numbers are "loss"
+    and, by name of the weights, the norms of the gradients of "query", "key" and "value".
     """
 
     def loss(weights: Weights, tokens: Array, target: Array, ids: Array) -> Array:

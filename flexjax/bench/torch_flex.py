@@ -32,12 +32,11 @@ def facts() -> dict[str, str]:
 
 
 def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Measures torch FlexAttention on one workload.
+    """Measures torch FlexAttention on one workload, compilation of the kernel and of the block mask included in the first call.
 
     folder   the folder of the run, which has the lock on the device
 
-    Returns (times of the forward and the backward pass in seconds, how they were measured and the seconds of the first call;
-    float32 sample rows of out and of each gradient, by name).
+    Returns what `_timed` returns: (seconds of each pass and of the first call, float32 sample rows of out and gradients).
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -95,11 +94,18 @@ def _operands(problem: Workload) -> tuple[Any, ...]:
 def _timed(
     problem: Workload, folder: str, call: Callable[[], Any], operands: tuple[Any, ...], d_out: Any, start: float
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What `measure` returns of a call.
+    """Times the forward and the backward pass of one attention, and takes sample rows of its results.
 
-    operands   q, k, v and what the score mod reads or None
+    problem    the workload; `learns` says whether the array that the score mod reads has a gradient too
+    folder     the folder of the run, whose lock is held while the passes are timed
+    call       runs the forward pass on the operands, without arguments: out [B, heads, T, D]
+    operands   q, k, v and what the score mod reads or None, tensors that want gradients
     d_out      the cotangent of out
-    start      time.perf_counter() when the first call began, compilation included
+    start      time.perf_counter() before anything of the attention was compiled; `first_call` counts from here to the end of
+               the first forward and backward pass
+
+    Returns ({forward, backward, first_call: seconds, how: text}, {out, dq, dk, dv and, if the workload learns, learned: float32
+    numpy arrays at the sample rows}).
     """
     import torch
 

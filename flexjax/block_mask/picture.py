@@ -22,7 +22,8 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
     """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks].
 
-    batch, head   numbers among the mask's own; the caller has checked them, and others give EMPTY
+    batch, head   numbers below the batch and head sizes of the lists, which may be 1. They are not checked here: any other
+                  number gives EMPTY everywhere
 
     Raises ValueError for traced lists.
     """
@@ -86,7 +87,7 @@ def html(mask: Parts, title: str) -> str:
 def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
     """Draws the classes of the blocks of one batch entry and head as a matplotlib image, and returns the Axes.
 
-    batch, head   numbers among the mask's own; the caller has checked them
+    batch, head   numbers below the batch and head sizes of the lists, which may be 1; the caller has checked them
     axes          the Axes to draw on; None makes new ones
 
     Every block is a cell, none is shared. Raises ImportError without matplotlib, ValueError for traced lists.

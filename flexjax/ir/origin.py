@@ -305,9 +305,12 @@ def agree(a: OriginTable, b: OriginTable) -> bool:
 def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> Array:
     """The positions of rows of a call, int32.
 
-    starts       int32 [rows, runs]: Starts.query or Starts.key
+    starts       int32 [rows, runs]: Starts.query or Starts.key, one row for each batch entry, or one row for all
     run          tokens of a run
     batch, row   batch entries and rows of the call, numbers or arrays that broadcast; rows past the end count on from the last run
+
+    The result has the shape of `row` if `starts` has one row, because then `batch` is not read; otherwise the shape to which
+    `batch` and `row` broadcast.
     """
     rows, runs = starts.shape
     if runs == 1:
@@ -325,14 +328,22 @@ def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> A
 
 
 def query_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of query rows; the rows themselves without an origin. `batch` and `row` are those of `position`."""
+    """The positions of query rows, int32, in the shape that `position` says; the rows as they are (int32, in the shape of `row`) if
+    `layout` or `starts` is None, because there is no origin then.
+
+    batch, row   batch entries and rows of the call, as for `position`
+    """
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.query, layout.query_run, batch, row)
 
 
 def key_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of key rows; the rows themselves without an origin. `batch` and `row` are those of `position`."""
+    """The positions of key rows, int32, in the shape that `position` says; the rows as they are (int32, in the shape of `row`) if
+    `layout` or `starts` is None, because there is no origin then.
+
+    batch, row   batch entries and rows of the call, as for `position`
+    """
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.key, layout.key_run, batch, row)

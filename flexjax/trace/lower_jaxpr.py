@@ -292,10 +292,12 @@ class Lowering:
         """The array whose elements are `make(*elements)` of the corresponding elements of `values`.
 
         make           makes an atom from one atom of each value
-        values         values that have the shape of the result, or one element, which is used for every element of the result
+        values         each has the shape of the result, or is a scalar (shape ()) that every element of the result takes
         shape, dtype   of the result
 
-        The result is lazy where one of the values is a known array of several elements or lazy.
+        If one of the values is lazy, or a known array of several elements, the result is a lazy array: `make` is called when an
+        element is asked for. Otherwise it is called now, and the result is an array of atoms; that raises ModError for more
+        than MAX_ELEMENTS elements.
         """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)

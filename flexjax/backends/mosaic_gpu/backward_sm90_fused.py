@@ -304,14 +304,15 @@ class _Cta:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, once the tile is there, and frees
-        the slot.
+        """Adds one dQ tile to memory, in the adding warpgroup: waits until slot `slot` is full, adds the tile to query tile
+        `q_tile` of head h, and frees the slot.
 
-        own   what the CTA owns; its rank says which partial sum of the head the tile is added to
+        own   what the CTA owns; the tile is added to partial sum rank % sums of the head
 
-        In any order TMA adds it at once. In a fixed order it waits until as many CTAs as its ticket says have added to
-        the tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket is rank // sums where
-        there are no `tickets`. The simulator adds at once in either case, and counts nothing.
+        In any order TMA adds the tile at once. In a fixed order the warpgroup waits until as many CTAs as its ticket says
+        have added to the query tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket comes from
+        `visits.tickets`; without a block mask these are None and the ticket is rank // sums, because every key tile visits
+        all queries. The simulator adds at once in either case, and counts nothing.
         """
         setup, plan, scratch = self.setup, self.setup.plan, self.scratch
         sums = setup.sums

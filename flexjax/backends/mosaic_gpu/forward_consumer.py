@@ -310,7 +310,7 @@ class QueryTile(QueryRows[ForwardTile]):
             """
             acc, acc_s, *others = refs
             setup.ping_pong.wait(self.group)
-            self._multiply(acc_s, self._queries_now(), self._transposed_keys(key_slot))
+            self._multiply(acc_s, self._query_operand(), self._transposed_keys(key_slot))
             plgpu.barrier_wait(scratch.value_full.at[value_slot])
             self._multiply(acc, weights, slot_parts(scratch.value, value_slot, tile.parts))
             setup.ping_pong.signal(self.group)
@@ -376,7 +376,7 @@ class QueryTile(QueryRows[ForwardTile]):
 
         def product(acc: Ref) -> jax.Array:
             """Issues the WGMMAs into the accumulator `acc`, ends the turn, waits for them, and returns `acc`'s value."""
-            self._multiply(acc, self._queries_now(), self._transposed_keys(self._key_slot(n)))
+            self._multiply(acc, self._query_operand(), self._transposed_keys(self._key_slot(n)))
             self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
             return acc[...]
@@ -388,8 +388,13 @@ class QueryTile(QueryRows[ForwardTile]):
         """How Q K^T becomes a sum over all columns where the CTAs of a cluster share them."""
         return PartialSums(self.scratch.exchange, self.group, self.setup.interpret)
 
-    def _queries_now(self) -> tuple[Ref, ...]:
-        """`queries`; with one slot of keys, or split columns, at addresses that the compiler does not keep in registers."""
+    def _query_operand(self) -> tuple[Ref, ...]:
+        """The queries as an operand of the WGMMA that is issued next: the Refs of `queries`, or Refs to the same shared memory whose
+        addresses the compiler computes anew at each WGMMA.
+
+        With one slot of keys, or columns split over a cluster, the addresses are made anew, because kept in registers they
+        would spill (`kernel_parts.not_hoisted`).
+        """
         tile = self.setup.tile
         if tile.stages > 1 and tile.ctas == 1:
             return self.queries

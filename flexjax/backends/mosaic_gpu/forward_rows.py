@@ -130,15 +130,17 @@ class QueryRows(typing.Generic[AnyTile]):
     def softmax(
         self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling
-        of what was summed before; the state after it).
+        """Applies score_mod, mask and the online softmax to Q K^T of step n, and dropout to the result: (P [rows, block_kv]
+        float32, the rescaling of the earlier sums, the state after the step).
 
         s           Q K^T, [rows, block_kv] float32 without scale
+        n           number of the step in its work item
         step_tile   the key tile of the step
+        phase       which steps this is traced for; Phase.UNMASKED leaves out the mask and the check of the last key
         state       before the step
 
-        Weights are exponentials, not yet divided by their sum, times the dropout multiplier; the sum in the state is
-        without dropout.
+        P are exponentials, not yet divided by their sum, times the dropout multiplier; the sum in the state is without
+        dropout.
         """
         p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
         if step_tile.programs.dropout is not None:

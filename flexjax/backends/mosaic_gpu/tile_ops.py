@@ -94,8 +94,8 @@ def _logistic(x: Value) -> Value:
 
 
 def _reduced_angle(x: Value) -> Value:
-    """x minus the nearest multiple of 2 pi, between -pi and pi; the multiple is subtracted in three parts to keep
-    digits.
+    """x minus the nearest multiple of 2 pi, between -pi and pi. The multiple is subtracted in three parts, of which the first is
+    exact up to 2^16 turns: the error is 4e-6 at |x| = 4e5, and 0.03 at 1e6.
     """
     turns = _round_half_to_even(x * np.float32(1 / (2 * math.pi)))
     x = x - turns * np.float32(6.28125)
@@ -115,7 +115,7 @@ def _cos(x: Value) -> Value:
 
 def _pow(x: Value, y: Value) -> Value:
     """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer; 1 for y =
-    0 or x = 1.
+    0 or x = 1. The exponent is rounded to float32, so the relative error grows as |y log2|x||.
     """
     one, zero = np.float32(1), np.float32(0)
     size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
@@ -141,8 +141,11 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite, NaN where
-    b is 0. A quotient that float32 rounded to the next integer is corrected once.
+    """The remainder of float division, a - b * trunc(a / b): it has the sign of a and is smaller than |b|.
+
+    Where float32 rounds a / b across an integer, the quotient is one too large or too small, and is corrected. b * trunc(a / b)
+    is rounded to float32 too, so the error of the remainder, modulo b, is up to 2^-24 |a|: no digit is right where |a / b| is
+    2^24 or more. a where b is infinite (also for infinite a, where lax.rem gives NaN); NaN where b is 0 or a alone infinite.
     """
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))

@@ -68,10 +68,12 @@ class SeparatedScore:
 
 @functools.lru_cache(maxsize=512)
 def separate_bias(program: Program) -> SeparatedScore | None:
-    """The score (the first result) of a score program or derivative program as c * s + terms, found by walking back its
-    steps.
+    """Splits the score (the first result) of a score program or derivative program into c * s + terms.
 
-    None if the score has no such form, does not contain s, or has no term.
+    c is a Python float, the product of literals: `s * 0.5` is of this form, `s * slope[h]` is not. If s is in several summands,
+    c is the sum of their factors.
+
+    None if the score is not of this form, does not contain s, has no term beside c * s, or has a summand that is not float32.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     scales: list[float] = []

@@ -301,7 +301,8 @@ class Everywhere(Region):
 def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
     """`buffer` with `part` added to its slice that begins at `start` (an index for each dimension) and has the shape of part.
 
-    The part is cast to the dtype of the buffer. Inside a loop XLA does this in place.
+    The part is cast to the dtype of the buffer. The slice has to lie in the buffer: lax.dynamic_slice would move one that
+    reaches past the end. Inside a loop XLA does this in place.
     """
     start = [jnp.asarray(i, jnp.int32) for i in start]
     old = lax.dynamic_slice(buffer, start, part.shape)

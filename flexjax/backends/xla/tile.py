@@ -78,7 +78,11 @@ class XlaTile:
         return apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
 
     def load(self, load: Load, index: Sequence[Array]) -> Array:
-        """The elements that the load reads from its captured array, given its index values, which `indices` keeps."""
+        """The elements that the load reads from its captured array, in the shape that `read` gives.
+
+        index   the values of the load's index in each dimension; they are kept in `indices`, where `read` and the gradients of
+                captured arrays find them
+        """
         self.indices[load.out.id] = list(index)
         return self.read(load, self.captures[load.capture])
 
