@@ -38,7 +38,8 @@ from flexjax.backends.mosaic_gpu.thread_tiles import (
     rounded_tile,
     rounded_up,
 )
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

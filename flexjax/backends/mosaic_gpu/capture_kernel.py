@@ -50,7 +50,8 @@ from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan

@@ -17,7 +17,8 @@ from flexjax.backends.mosaic_gpu.decode_sm90_scales import scales_of_tile
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir.program import Program
 

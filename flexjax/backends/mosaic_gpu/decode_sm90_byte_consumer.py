@@ -26,7 +26,8 @@ from flexjax.backends.mosaic_gpu.decode_sm90_consumer import FIRST, SECOND, Deco
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir.program import Program
 
 f32 = np.float32

@@ -22,7 +22,8 @@ from flexjax.backends.mosaic_gpu.forward_pages import PagedTile
 from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, i32, slot_parts
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 

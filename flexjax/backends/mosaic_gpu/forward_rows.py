@@ -22,7 +22,8 @@ from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.tile_values import Scaled

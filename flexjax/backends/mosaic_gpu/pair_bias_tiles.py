@@ -22,7 +22,8 @@ from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, DirectGradient
-from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_origin import Place
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
