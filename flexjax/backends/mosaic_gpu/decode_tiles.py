@@ -15,7 +15,8 @@ import typing
 
 from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
-from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS, wgmma_dim
+from flexjax.backends.mosaic_gpu.forward_tiles import wgmma_dim
+from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.mosaic_gpu.shared_memory import (
     SHARED_MEMORY,
     Barriers,

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.analysis import patterns
-from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS as REFERENCE_SMS
+from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.block_mask.host_or_program import module_of
 from flexjax.plan.kernel_plan import KernelPlan
 

@@ -14,13 +14,11 @@ from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS, utilization
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.plan.kernel_plan import KernelPlan
 
-REFERENCE_SMS = 132
-"""SMs that the heuristics assume on every GPU, those of an H100 SXM or H200: a kernel and its tile follow from the plan alone, so
-that every GPU gives the same bits."""
 NAMED_BARRIERS = 16
 """Hardware barriers of a CTA that have a number."""
 MAILBOX_WORDS = 16
@@ -364,20 +362,8 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     }
 
 
-def _utilization(plan: KernelPlan, rows: int) -> float:
-    """The share, 0 to 1, of the time of REFERENCE_SMS SMs that goes to real queries if query tiles have `rows`
-    queries.
-
-    The rest goes to rows past the last query and to SMs that idle in the last wave of CTAs.
-    """
-    tiles = -(-plan.q_len // rows)
-    items = plan.batch * plan.q_heads * tiles
-    waves = -(-items // REFERENCE_SMS)
-    return items / max(1, waves * REFERENCE_SMS) * plan.q_len / max(1, rows * tiles)
-
-
 def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
-    """Whether three consumer warpgroups are expected to beat two, by the model of `_utilization`.
+    """Whether three consumer warpgroups are expected to beat two, by the model of `utilization`.
 
     size           64, 128 or 256: the larger head dim rounded up to a key of RINGS
     staged_dtype   of the array that goes through shared memory; None: none does
@@ -389,7 +375,7 @@ def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | No
         return False
     if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
         return False
-    return THREE_GROUPS_SPEED * _utilization(plan, 192) > _utilization(plan, 128)
+    return THREE_GROUPS_SPEED * utilization(plan, 192) > utilization(plan, 128)
 
 
 def _staged_dtype(plan: KernelPlan) -> str | None:

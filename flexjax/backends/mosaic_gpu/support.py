@@ -29,6 +29,7 @@ from flexjax.backends.mosaic_gpu import (
     sm80_support,
 )
 from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
+from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks, pages
@@ -307,7 +308,7 @@ class MosaicGpu:
 
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
-        programs = target.cores or forward_tiles.REFERENCE_SMS
+        programs = target.cores or REFERENCE_SMS
         if card is None:
             decode = choose_kernel.decode_kernel(plan)
             if decode is not None:

@@ -1,0 +1,19 @@
+"""The GPU that the choice of kernels and tiles assumes, whatever GPU runs them, and how well a call fills it."""
+
+from flexjax.plan.kernel_plan import KernelPlan
+
+REFERENCE_SMS = 132
+"""SMs that the heuristics assume on every GPU, those of an H100 SXM or H200: a kernel and its tile follow from the plan alone, so
+that every GPU gives the same bits."""
+
+
+def utilization(plan: KernelPlan, rows: int) -> float:
+    """The share, 0 to 1, of the time of REFERENCE_SMS SMs that goes to real queries if query tiles have `rows`
+    queries.
+
+    The rest goes to rows past the last query and to SMs that idle in the last wave of CTAs.
+    """
+    tiles = -(-plan.q_len // rows)
+    items = plan.batch * plan.q_heads * tiles
+    waves = -(-items // REFERENCE_SMS)
+    return items / max(1, waves * REFERENCE_SMS) * plan.q_len / max(1, rows * tiles)
