@@ -12,7 +12,6 @@ of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -22,10 +21,16 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from flexjax.backends import tile_math
-from flexjax.ir.fold_vmap import fold_batch
-from flexjax.ir.origin import OriginLayout, Starts
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import FIRST_CAPTURE, SINKS, KernelPlan, Lengths, Operands, Results, Scales
+from flexjax.fold_operands import (
+    CannotFold,
+    fold_lengths,
+    fold_lists,
+    fold_origin,
+    fold_pages,
+    fold_program,
+    into_batch,
+)
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, SINKS, Operands, Results
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -42,10 +47,6 @@ class Folded(typing.NamedTuple):
     arguments: list[Array]
     problem: Problem
     unfold: Callable[[Sequence[Array]], list[Array]]
-
-
-class CannotFold(Exception):
-    """The call cannot be folded: a loop over the copies has to run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,16 +153,16 @@ def fold(call: Mapped) -> Folded:
         or any(index == tangents[i] and mapped for index, mapped in enumerate(call.axes))
         for i in captures
     ]
-    score = _program(plan.score, size, plan.batch, copied)
-    derivative = _program(problem.derivative, size, plan.batch, copied)
-    mask = _program(plan.mask, size, plan.batch, flags.mask_captures)
-    dropout = _program(plan.dropout, size, plan.batch, flags.dropout_captures)
+    score = fold_program(plan.score, size, plan.batch, copied)
+    derivative = fold_program(problem.derivative, size, plan.batch, copied)
+    mask = fold_program(plan.mask, size, plan.batch, flags.mask_captures)
+    dropout = fold_program(plan.dropout, size, plan.batch, flags.dropout_captures)
 
-    lead = lambda x, m: None if x is None else _lead(x, m, size)
+    lead = lambda x, m: None if x is None else into_batch(x, m, size)
     copies = lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape))
-    lists, lists_batch = _lists(plan, operands, flags, size)
-    layout, origin = _origin(plan, operands, flags, size)
-    pool = _pages(plan, operands, flags, size) if plan.page else {}
+    lists, lists_batch = fold_lists(plan, operands, flags, size)
+    layout, origin = fold_origin(plan, operands, flags, size)
+    pool = fold_pages(plan, operands, flags, size) if plan.page else {}
     folded = operands._replace(
         **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS] if n not in pool},
         **pool,
@@ -170,7 +171,7 @@ def fold(call: Mapped) -> Folded:
         ),
         lists=lists,
         origin=origin,
-        lengths=_lengths(operands.lengths, flags.lengths, lead),
+        lengths=fold_lengths(operands.lengths, flags.lengths, size),
     )
     rest = []
     for index in range(call.leaves, len(call.flat)):
@@ -178,7 +179,7 @@ def fold(call: Mapped) -> Folded:
         if index in tangents:
             rest.append(copies(x, m) if copied[tangents.index(index)] else x)
         else:
-            rest.append(_lead(x, m, size))
+            rest.append(into_batch(x, m, size))
     blocks = plan.blocks
     if blocks is not None and blocks.batch != lists_batch:
         blocks = blocks.changed(batch=lists_batch)
@@ -299,103 +300,3 @@ def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     safe = jnp.where(empty, jnp.ones_like(total), total)
     joined = jnp.where(empty, jnp.full_like(total, -jnp.inf), top + jnp.log(safe))
     return (out * (weight / safe)[..., None]).astype(out.dtype), joined
-
-
-# ------------------------------------------------------------------- the folded parts
-
-
-def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bool]) -> Program | None:
-    """The program for the folded batch, in which b counts size * batch entries; None for None.
-
-    size     how many copies
-    batch    batch size of one copy
-    mapped   for each captured array, whether it has an axis of copies in front
-
-    The program itself if no array is mapped and it does not read b, and for an empty batch. Raises CannotFold if the
-    program reads a mapped array as a whole.
-    """
-    if program is None or size * batch == 0 or not (any(mapped) or program.reads("b")):
-        return program
-    if any(isinstance(a, int) and mapped[a] for call in program.calls for a in call.arguments):
-        raise CannotFold
-    return fold_batch(program, size, batch, mapped)
-
-
-def _lead(x: Array, mapped: bool, size: int) -> Array:
-    """x, [V, B, ...] if mapped, else [B, ...] and repeated for V = `size` copies, reshaped to [V * B, ...]."""
-    whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-    return whole.reshape(size * whole.shape[1], *whole.shape[2:])
-
-
-def _for_each_entry(x: Array, mapped: bool, size: int, batch: int) -> Array:
-    """x, [V, B or 1, ...] if mapped, else [B or 1, ...], with an entry of its own for each copy and batch entry, [V * B, ...]."""
-    whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-    return _lead(jnp.broadcast_to(whole, (size, batch, *whole.shape[2:])), True, size)
-
-
-def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
-    """(block lists for the folded batch, their batch size).
-
-    The batch size is `size` copies times the batch of the plan; 1 if all copies and batch entries share the lists; 0 without
-    lists.
-
-    flags   which operands are mapped (Mapped.flags)
-    """
-    if operands.lists is None or plan.blocks is None:
-        return operands.lists, 0
-    if plan.blocks.batch == 1 and not any(jax.tree.leaves(flags.lists)):
-        return operands.lists, 1
-    spread = functools.partial(_for_each_entry, size=size, batch=plan.batch)
-    return jax.tree.map(spread, operands.lists, flags.lists), size * plan.batch
-
-
-def _lengths(
-    lengths: Lengths | None, mapped: Lengths | None, lead: Callable[[Array | None, typing.Any], Array | None]
-) -> Lengths | None:
-    """The lengths for the folded batch. mapped: which of them are mapped; lead: `_lead`, None for None."""
-    if lengths is None or mapped is None:
-        return None
-    return Lengths(lead(lengths.query, mapped.query), lead(lengths.key, mapped.key))
-
-
-def _pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> dict[str, typing.Any]:
-    """The operands key, value (the pools), pages and scales of a call whose keys are in pages, for the folded batch, by name.
-
-    A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there.
-
-    flags   which operands are mapped (Mapped.flags)
-    size    V, the number of copies
-    """
-    pages, scales = operands.pages, operands.scales
-    assert pages is not None
-    copied = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-    pages = copied(pages, flags.pages)
-    names = {"key": operands.key, "value": operands.value}
-    if any(jax.tree.leaves((flags.key, flags.value, flags.scales))):
-        pool = operands.key.shape[1 if flags.key else 0]
-        first = pool * jnp.arange(size, dtype=jnp.int32)[:, None, None]
-        pages = jnp.where((pages >= 0) & (pages < pool), pages + first, -1)
-        names = {n: _lead(x, getattr(flags, n), size) for n, x in names.items()}
-        if scales is not None and flags.scales is not None:
-            by_page = lambda x: x if x.ndim == 3 else jnp.broadcast_to(x[:, None], (size, pool, x.shape[1]))
-            scales = Scales(
-                *(by_page(copied(x, m)).reshape(size * pool, -1) for x, m in zip(scales, flags.scales, strict=True))
-            )
-    return {**names, "pages": pages.reshape(size * plan.batch, -1), "scales": scales}
-
-
-def _origin(
-    plan: KernelPlan, operands: Operands, flags: Operands, size: int
-) -> tuple[OriginLayout | None, Starts | None]:
-    """The origin for the folded batch, (layout, starts): one row if all copies and batch entries share it, else V * B rows.
-
-    flags   which operands are mapped (Mapped.flags)
-    size    V, the number of copies
-    """
-    layout, starts, mapped = plan.origin, operands.origin, flags.origin
-    if layout is None or starts is None or mapped is None:
-        return layout, starts
-    if layout.rows == 1 and not any(mapped):
-        return layout, starts
-    rows = (_for_each_entry(x, bool(m), size, plan.batch) for x, m in zip(starts, mapped, strict=True))
-    return dataclasses.replace(layout, rows=size * plan.batch), Starts(*rows)

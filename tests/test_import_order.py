@@ -36,6 +36,7 @@ ORDER = (
         "second_order",
         "time_tiles",
         "fold_batch",
+        "fold_operands",
         "check_arguments",
         "dropout",
     ),
