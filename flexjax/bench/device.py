@@ -139,8 +139,10 @@ class PeerProcess:
         return self.remaining[0] if self.remaining else "done"
 
     def _start(self) -> None:
-        """Starts a process that measures the remaining workloads and writes its lines and its errors to two new files
-        in the folder; counts it in `starts`.
+        """Starts a process that measures the remaining workloads, and returns at once.
+
+        Sets `process`, and `path` to the new file in the folder that takes its lines; its errors go to the file `path`.err. Adds 1
+        to `starts`; the caller sets `running` and sees to the limit of starts.
         """
         self.starts += 1
         self.path = os.path.join(self.folder, f"{self.peer.replace(' ', '_')}-{self.starts}")

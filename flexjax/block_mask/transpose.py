@@ -71,8 +71,10 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
 
 
 def narrowed(lists: Sequence[Array]) -> list[Array]:
-    """Two pairs of lists [num, index, full_num, full_index] with the width of both index arrays cut to that of the longest row of
-    either, rounded up (`rounded`). Traced lists stay as they are.
+    """Two pairs of lists [num, index, full_num, full_index] with both index arrays cut to one width: the largest count in `num` and
+    `full_num`, rounded up (`rounded`).
+
+    An index array of at most that width stays as it is. So do all lists if one of them is traced, or if they have no rows.
     """
     num, index, full_num, full_index = lists
     if any(isinstance(x, Tracer) for x in lists) or not num.size:

@@ -227,9 +227,10 @@ class Backward(OnDevice):
         return self.passes.backward.bind(*self.passes.alike([*stage.flat, *given]), **params)
 
     def _residuals(self, out: Array, lse: Array) -> list[Array]:
-        """What the tangent and backward passes get of the forward pass: out, lse and, if the plan asks for it, rounding.
+        """The residuals of the tangent and backward primitives: out in the output dtype of the plan, lse and, if the plan returns
+        rounding, what the conversion of out took away, in that dtype too.
 
-        out   in float32 if the plan asks for rounding
+        out   in float32 if the plan returns rounding
         """
         rounded, rounding = tile_math.out_and_rounding(out, self.call.plan)
         return [rounded, lse] if rounding is None else [rounded, lse, rounding]

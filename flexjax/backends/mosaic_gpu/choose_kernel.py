@@ -125,7 +125,11 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
 
 
 def mma_decode_kernel(plan: KernelPlan, card: Card) -> MmaDecodeTile | None:
-    """The same of the decode kernel on mma.sync on a card."""
+    """The configuration of the decode kernel on mma.sync that runs the forward pass of a plan on a card; None where the forward kernel
+    does.
+
+    plan   with the blocks of the user's block mask
+    """
     if decode_sm80_tiles.mma_decode_refuses(plan, card) or not _decode_is_faster(plan):
         return None
     return _split_as_asked(plan, decode_sm80_tiles.mma_decode_tile(plan, card))
@@ -141,14 +145,17 @@ def many_in_pages(plan: KernelPlan) -> bool:
     """Whether the keys of a plan lie in pages and its queries are too many for the decode kernel, as in a chunk of a prefill: the
     forward kernel then runs.
 
-    Not for a part of a call (`KernelPlan.partial`), whose tiles of queries are few unless the options ask for more.
+    False for a part of a call (`KernelPlan.partial`), because its batch entries have few queries unless the options ask for more.
     """
     return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_tiles.ROWS
 
 
 def reads_pages(plan: KernelPlan) -> bool:
-    """Whether the forward kernel for Hopper reads the pages of a plan in place (forward_pages.py). Where it does not, keys of 8 bits or
-    float32, in pages that TMA cannot copy, or with head dims whose columns two CTAs share, are gathered first.
+    """Whether the forward kernel for Hopper runs a plan with keys in pages and reads the pages in place (forward_pages.py).
+
+    False for plans without pages or with few queries, which the decode kernel runs (`many_in_pages`). Also False if keys have 8 bits
+    or are float32, if TMA cannot copy the pages, and if two CTAs share the columns of the head dims: the keys are then gathered
+    before the forward kernel starts.
     """
     plain = plan.cache_dtype is None and parts_of(plan) == 1 and ctas_of(plan) == 1
     return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0

@@ -83,7 +83,10 @@ def _slope(atom: Atom) -> int | None:
 
 
 def has_interval(plan: KernelPlan) -> bool:
-    """Whether the mask of a plan shows every query one run of keys, by the form of its program."""
+    """Whether the mask of a plan is known to show every query one run of keys, by the form of its program (`bounds_of`).
+
+    False without a mask, and with user lists, because these may hide blocks that the mask program shows.
+    """
     user_lists = plan.blocks is not None and plan.blocks.from_user_lists
     return plan.mask is not None and not user_lists and bounds_of(plan.mask) is not None
 

@@ -39,7 +39,7 @@ Elements = dict[tuple[int, int], typing.Any]
 
 
 class MlirOps:
-    """`decode_fragments.Ops` that emits instructions, inside `inline_mgpu`."""
+    """`decode_fragments.Ops` that emits instructions for one thread, inside `inline_mgpu`; the protocol says what each method computes."""
 
     def __init__(self) -> None:
         """Finds the thread."""

@@ -218,21 +218,23 @@ class QueryRows(typing.Generic[AnyTile]):
 
     @property
     def writes_statistics(self) -> Scalar | bool:
-        """Whether this CTA writes lse and row maxima; one of the CTAs that know them does."""
+        """Whether this CTA writes lse and row maxima: of the CTAs that compute the same rows, one does."""
         return True
 
     def write_statistics(
         self, row_term: jax.Array | None, state: State, position: Position, q_start: Scalar
     ) -> jax.Array:
-        """Adds the sink to the softmax denominator, writes lse and, if wanted, row maxima to global memory, and returns what out is
-        to be multiplied by, [rows].
+        """Adds the sink to the softmax denominator, writes lse and, if wanted, row maxima to global memory, and returns the factor by
+        which the caller has to multiply out, [rows].
 
         row_term   [rows], what the softmax left out of the scores of each row; None: nothing
         state      after the last step
         position   of the query tile
-        q_start    number of the first row
+        q_start    number of the first of these rows among the queries of the head
 
-        lse includes the sink, row maxima do not. A row without visible keys gets out 0; its lse is the sink, or -inf
+        All `tile.rows` rows are written, also those past the last query, because lse and row maxima have whole query tiles
+        (`Outputs`). Of the CTAs of a cluster only the one for which `writes_statistics` is true writes; all of them return the
+        factor. lse includes the sink, row maxima do not. A row without visible keys gets out 0; its lse is the sink, or -inf
         without sinks, and its maximum -inf.
         """
         tile, outputs, softmax = self.setup.tile, self.outputs, self.setup.softmax

@@ -566,8 +566,12 @@ class TileProgram:
         return TileValue(TILE, thread_tiles.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _affine_value(self, linear: ir.Linear, row: Value, col: Value) -> Value:
-        """The affine integer `linear` at row number `row` and column number `col` of the attention matrix, an int32
-        scalar.
+        """The affine integer `linear` at one entry, an int32 scalar.
+
+        row, col   the positions (of query and key, or of key and query, by `row_axis`) of a row and a column of the
+                   tile; not their numbers, which differ from the positions with an origin
+
+        The values of b, h and of the uniform terms of `linear` must be in `env`.
         """
         q, kv = (row, col) if self.row_axis == "q" else (col, row)
         total: Value = np.int32(linear.const)

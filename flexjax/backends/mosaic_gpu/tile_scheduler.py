@@ -171,12 +171,13 @@ class TileScheduler:
 
     @property
     def heads_at_once(self) -> int:
-        """Number of heads, counted over all batch entries, whose work items have neighbouring numbers, so that CTAs
+        """Number of query heads, counted over all batch entries, whose work items have neighbouring numbers, so that CTAs
         compute them at the same time.
 
-        A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start only
-        when these are done, so that the keys and values of those at work stay in the L2: the most heads whose keys and
-        values fit L2_SHARE and whose number divides that of all heads, at least one.
+        A persistent grid mixes all heads, so that the longest rows start first. In other grids the next heads start when
+        these are done, so that the keys and values in use stay in the L2. Their number is then the largest divisor of
+        the number of all heads for which the keys and values of so many heads fit L2_SHARE, or 1; those of a key head
+        count once for all of its query heads.
         """
         plan = self.plan
         heads = plan.batch * plan.q_heads

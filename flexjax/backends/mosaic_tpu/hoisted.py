@@ -2,8 +2,8 @@
 
 A value that does not depend on the score is hoisted where the kernel has no cheap form for it: anything of b and h alone,
 reads of captured arrays along one axis or along the diagonals, and general gathers. Every operation of JAX works here.
-Each value is an array [b, h, q, kv] of size 1 along the axes that it does not depend on. hoisted_operands.py passes these
-arrays to the kernel.
+Each value is an array [b, h, q, kv] of size 1 along the axes that it does not depend on; a value of q - kv is an array
+[b, h, diagonals, 1] (`diagonal_grid`). hoisted_operands.py passes these arrays to the kernel.
 
 A program is a traced mod: steps on scalars (ir/program.py). An atom is an operand of a step: a literal or an earlier result.
 

@@ -169,7 +169,12 @@ class HoistedOperands:
         self.operands.append(operand)
 
     def _evaluate(self, split: SplitProgram, captures: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """The hoisted values of one program that XLA evaluates, as arrays of rank 4 (see hoisted.py), by id."""
+        """The hoisted values of one program, evaluated by JAX outside of the kernel: id of the value -> its array.
+
+        An array is [b, h, q, kv] with size 1 along the axes that the value does not depend on; of a value of class delta it is
+        [b, h, T + S - 1, 1] with the diagonals along dimension 2 (`hoisted.diagonal_grid`). Values with a `direct_load` are left
+        out, because the kernel reads their captured arrays.
+        """
         g = self.geometry
         found: dict[int, jax.Array] = {}
         whole = hoisted.whole_grid(g.batch, g.heads, g.q_len, g.kv_len, self._placed)
