@@ -2,10 +2,12 @@
 
 jax's versions convert the boolean condition to an integer. Each lowering of that conversion starts a ptxas process to ask for its
 version, 15 ms, and a call with gradients has thirty of them. These versions select between the integers 0 and 1, which gives the
-same machine code.
+same machine code. Code of a single warp (`plgpu.warp_map`) has jax's versions, because Mosaic lacks an operation of the others there.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -14,6 +16,19 @@ from jax import lax
 
 Array = jax.Array
 Result = TypeVar("Result")
+
+
+_ONE_WARP = contextvars.ContextVar("one_warp", default=False)
+
+
+@contextlib.contextmanager
+def one_warp() -> Iterator[None]:
+    """A context in which code of a single warp is traced."""
+    token = _ONE_WARP.set(True)
+    try:
+        yield
+    finally:
+        _ONE_WARP.reset(token)
 
 
 def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
@@ -43,4 +58,6 @@ def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Res
 
     Both are traced, and return arrays of the same shapes and dtypes.
     """
+    if _ONE_WARP.get():
+        return lax.cond(condition, true, false, *operands)
     return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (false, true), *operands)

@@ -35,8 +35,10 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     ClusterBarriers,
     ClusterTiles,
     Description,
+    OverlaidTensorTiles,
     PlainArray,
     SwizzledTiles,
+    TensorTiles,
     swizzle_bytes,
 )
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -162,8 +164,8 @@ def simulator() -> object:
 
 
 def _allocated(part: Description, interpret: bool) -> object:
-    """A description of shared memory in the form in which Pallas allocates it: barriers, a plain array, or swizzled
-    tiles (`_swizzled`).
+    """A description of shared or tensor memory in the form in which Pallas allocates it: barriers, a plain array, tiles in tensor
+    memory, or swizzled tiles (`_swizzled`).
 
     interpret   whether the kernel runs in the simulator
     """
@@ -174,7 +176,13 @@ def _allocated(part: Description, interpret: bool) -> object:
             return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
         return plgpu.SMEM((part.groups, 4), jnp.int32)
     if isinstance(part, Barriers):
-        return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
+        count = () if part.count is None else part.count
+        return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=count, orders_tensor_core=part.tcgen05)
+    if isinstance(part, TensorTiles):
+        return plgpu.TMEM(part.shape, jnp.dtype(part.dtype), packed=jnp.dtype(part.dtype).itemsize < 4)
+    if isinstance(part, OverlaidTensorTiles):
+        both = tuple(_allocated(tiles, interpret) for tiles in (part.first, part.second))
+        return both if interpret else plgpu.RefUnion(*both)  # pyright: ignore[reportArgumentType]  # descriptions have no public type
     if isinstance(part, PlainArray):
         return plgpu.SMEM(part.shape, jnp.dtype(part.dtype))
     return _swizzled(part)

@@ -57,10 +57,14 @@ class PlainArray:
 
 @dataclasses.dataclass(frozen=True)
 class Barriers:
-    """`count` mbarriers, each complete after `arrivals` arrivals; a count of None is one barrier that takes no index."""
+    """`count` mbarriers, each complete after `arrivals` arrivals; a count of None is one barrier that takes no index.
+
+    tcgen05   arrivals and waits also order accesses to tensor memory, and tcgen05.commit may arrive
+    """
 
     count: int | None = None
     arrivals: int = 1
+    tcgen05: bool = False
 
     bytes = 0  # part of RESERVED
 
@@ -93,7 +97,49 @@ class ClusterBarriers:
     bytes = 0  # part of RESERVED
 
 
-Description = SwizzledTiles | PlainArray | Barriers | ClusterTiles | ClusterBarriers
+@dataclasses.dataclass(frozen=True)
+class TensorTiles:
+    """Tiles in tensor memory (TMEM) of Blackwell, [count, TMEM_LANES, columns], an array with one tile for each warpgroup that
+    computes on one; two elements of 16 bits share a column of 32 bits.
+
+    shape   (count, rows, columns), rows being TMEM_LANES
+    dtype   name of the dtype
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+
+    bytes = 0  # not of shared memory
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of 32 bits that the tiles take."""
+        return self.shape[0] * self.shape[2] * ITEM_BYTES[self.dtype] // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlaidTensorTiles:
+    """Two arrays of tiles that begin at the same column of tensor memory: a kernel has a pair of Refs. In the simulator each
+    has memory of its own.
+    """
+
+    first: TensorTiles
+    second: TensorTiles
+
+    bytes = 0  # not of shared memory
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of 32 bits that both take."""
+        return max(self.first.tmem_columns, self.second.tmem_columns)
+
+
+TMEM_LANES = 128
+"""Lanes of tensor memory, the rows of a tile there."""
+TMEM_COLUMNS = 512
+"""Columns of 32 bits of the tensor memory of an SM."""
+
+Description = SwizzledTiles | PlainArray | Barriers | ClusterTiles | ClusterBarriers | TensorTiles | OverlaidTensorTiles
 
 
 def scratch_bytes(scratch: tuple) -> int:
@@ -102,6 +148,12 @@ def scratch_bytes(scratch: tuple) -> int:
     """
     parts: list[Description] = jax.tree.leaves(scratch)
     return sum(part.bytes for part in parts) + RESERVED
+
+
+def tmem_columns(scratch: tuple) -> int:
+    """Columns of tensor memory that a CTA needs for `scratch`, a tree of descriptions."""
+    parts: list[Description] = jax.tree.leaves(scratch)
+    return sum(part.tmem_columns for part in parts if isinstance(part, TensorTiles | OverlaidTensorTiles))
 
 
 def fits(scratch: tuple) -> bool:

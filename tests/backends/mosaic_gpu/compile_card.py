@@ -64,6 +64,8 @@ CARDS = {
     "sm_86": Described("NVIDIA A10", "8.6", 72, 1536, 102400, 101376, "sm_86"),
     "sm_89": Described("NVIDIA L40S", "8.9", 142, 1536, 102400, 101376, "sm_89"),
     "sm_90": Described("NVIDIA H100 80GB HBM3", "9.0", 132, 2048, 233472, 232448, "sm_90a"),
+    "sm_100": Described("NVIDIA B200", "10.0", 148, 2048, 233472, 232448, "sm_100a"),
+    "sm_103": Described("NVIDIA B300", "10.3", 148, 2048, 233472, 232448, "sm_103a"),
     "sm_120": Described("NVIDIA GeForce RTX 5090", "12.0", 170, 1536, 102400, 101376, "sm_120a"),
 }
 

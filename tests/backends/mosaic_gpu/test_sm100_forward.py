@@ -1,0 +1,44 @@
+"""The forward kernel on tcgen05 in the simulator, against dense numpy: every feature on a small problem, one and two query tiles."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
+from flexjax.backends.mosaic_gpu import forward_sm100, forward_sm100_tiles
+from flexjax.plan.kernel_plan import Results
+from tests.cases.hopper_forward import FORWARD
+from tests.cases.on_hopper import ForwardProblem, forward_problem
+from tests.marks import some_slow
+
+
+def run(made: ForwardProblem, **fields: typing.Any) -> Results:
+    """The results of a problem with the first tile whose fields are these."""
+    found = forward_sm100_tiles.forward_candidates(made.plan)
+    tile = next(t for t in found if all(getattr(t, name) == value for name, value in fields.items()))
+    return jax.jit(lambda operands: forward_sm100.forward(made.plan, operands, tile))(made.operands)
+
+
+def assert_matches(made: ForwardProblem, got: Results) -> None:
+    out = np.asarray(got.out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
+    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
+    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
+    if got.max_scores is not None:
+        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+
+
+QUICK = ("documents", "odd lengths and dims")
+FITTING = tuple(name for name in FORWARD if not name.startswith("columns of two CTAs"))
+
+
+@pytest.mark.parametrize("name", some_slow(FITTING, QUICK))
+def test_matches_dense(name: str) -> None:
+    made = forward_problem(**FORWARD[name])
+    assert_matches(made, run(made))
