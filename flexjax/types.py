@@ -112,8 +112,9 @@ class KernelOptions:
                                half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for others as
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
-    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0, 8.6, 8.7, 8.9, 9.0 and 12.x.
-                               Other backends and GPUs refuse it. None: WGMMA on Hopper, mma.sync on the others
+    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 12.x. "tcgen05": on 10.0 and
+                               10.3 the same, but a forward kernel that multiplies by tcgen05, which no GPU has run yet. Other
+                               backends and GPUs refuse them. None: WGMMA on Hopper, mma.sync on the others
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -129,7 +130,7 @@ class KernelOptions:
     block_kv_bwd: int | None = None
     num_stages: int | None = None
     split: int | typing.Literal["auto"] | None = None
-    instruction: typing.Literal["mma"] | None = None
+    instruction: typing.Literal["mma", "tcgen05"] | None = None
     deterministic: bool = True
     interpret: bool = False
 
@@ -149,11 +150,11 @@ class KernelOptions:
                 '"auto", a positive int or None',
                 '"auto" lets the backend choose the chunk.',
             )
-        if self.instruction not in (None, "mma"):
+        if self.instruction not in (None, "mma", "tcgen05"):
             raise bad_argument(
                 "kernel_options.instruction",
                 repr(self.instruction),
-                '"mma" or None',
+                '"mma", "tcgen05" or None',
                 "None lets the backend choose.",
             )
         _check_flags("kernel_options", self, ("deterministic", "interpret"))

@@ -6,10 +6,10 @@
     compute capability     kernels
     8.0, 8.6, 8.7, 8.9     mma.sync, tiles copied by cp.async
     9.0                    WGMMA and TMA; with KernelOptions(instruction="mma"): mma.sync, tiles copied by TMA
-    10.x                   none yet
+    10.0, 10.3             mma.sync, tiles copied by TMA; with KernelOptions(instruction="tcgen05"): a forward kernel on tcgen05
     12.0, 12.1             mma.sync, tiles copied by TMA
 
-The rest is about the kernels for Hopper; forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the
+The rest is about the kernels for Hopper; forward_sm100_tiles.py chooses the tile on tcgen05, forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the
 mma.sync kernels by the card.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
@@ -42,7 +42,9 @@ from flexjax.backends.mosaic_gpu import (
     decode_tiles,
     dq_order,
     forward_sm80_tiles,
+    forward_sm100_tiles,
     forward_tiles,
+    sm100_support,
 )
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
@@ -90,10 +92,11 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
     """
     if options.interpret or target is None or target.kind is None:
         return None
-    kernels = f"The GPU kernels are for compute capability {', '.join(CARDS)}"
+    on, for_cards = (" on tcgen05", sm100_support.CAPABILITIES) if sm100_support.asked_for(options) else ("", CARDS)
+    kernels = f"The GPU kernels{on} are for compute capability {', '.join(for_cards)}"
     if target.capability is None:
         return f"{kernels}; the compute capability of {target.kind} is not known."
-    if target.capability not in CARDS:
+    if target.capability not in for_cards:
         return f"{kernels}; {target.kind} has {target.capability}."
     return None
 
@@ -101,9 +104,10 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
 def mma_card(target: Target | None, options: KernelOptions) -> Card | None:
     """The card whose mma.sync kernels run on the target, one that `refuses_device` accepts; None where the kernels for Hopper run.
 
-    In the simulator, and where the device is not known, that is Hopper, with mma.sync where the options ask for it.
+    In the simulator, and where the device is not known, that is Hopper, with mma.sync where the options ask for it, or a B200 where
+    they ask for tcgen05.
     """
-    capability = HOPPER
+    capability = sm100_support.CAPABILITIES[0] if sm100_support.asked_for(options) else HOPPER
     if not options.interpret and target is not None and target.capability is not None:
         capability = target.capability
     if capability == HOPPER and options.instruction is None:
@@ -351,7 +355,7 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
 
 
 def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> str:
-    """The kernel on mma.sync of the forward pass as text, with the card's compute capability and way of copying.
+    """The kernel on mma.sync or tcgen05 of the forward pass as text, with the card's compute capability and way of copying.
 
     plan, given   as for `describe`
     """
@@ -359,6 +363,8 @@ def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> st
     decode = mma_decode_kernel(given, card)
     if decode is not None:
         return f"{text}{_work_items(plan, decode)}, {_occupancy(decode, card)}"
+    if sm100_support.asked_for(plan.options):
+        return f"tcgen05 for compute capability {card.capability}: {forward_sm100_tiles.describe(plan)}"
     tile = forward_sm80_tiles.forward_tile(plan, card)
     return f"{text}forward {tile.block_q} x {tile.block_kv}, {_occupancy(tile, card)}"
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu.branch import one_warp, when
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs
 from flexjax.backends.mosaic_gpu.forward_sm100_tiles import COPIED_ROWS, Tcgen05ForwardScratch, Tcgen05ForwardTile
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, overlaid, rows_of, slot_of
 from flexjax.backends.mosaic_gpu.sm100_tiles import copied_rows
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
@@ -133,7 +133,7 @@ class IssuingWarps:
     def _multiply_keys(self, slot: Scalar, group: int) -> None:
         """Issues S = Q K^T of a query tile with the keys in a slot; `scores_full` gets an arrival when it has completed."""
         scratch, tile = self.scratch, self.setup.tile
-        scores, _ = scratch.scores_and_weights
+        scores, _ = overlaid(scratch.scores_and_weights)
         queries = scratch.query.at[pl.ds(group * tile.rows, tile.rows)] if tile.groups > 1 else scratch.query
         keys = scratch.key.at[slot].transpose((1, 0))
         plgpu.tcgen05_mma(scores.at[group], queries, keys, accumulate=False)
@@ -142,6 +142,6 @@ class IssuingWarps:
     def _multiply_values(self, n: Scalar, slot: Scalar, group: int) -> None:
         """Issues out += P V of step n of a query tile with the values in a slot; in step 0 out = P V."""
         scratch = self.scratch
-        _, weights = scratch.scores_and_weights
+        _, weights = overlaid(scratch.scores_and_weights)
         p = weights.at[group, :, pl.ds(0, self.setup.tile.block_kv)]
         plgpu.tcgen05_mma(scratch.out.at[group], p, scratch.value.at[slot], accumulate=n > 0)

@@ -14,8 +14,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +23,7 @@ from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.forward_rows import Phase, Position, QueryRows, programs_at_rows
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm100_tiles import Tcgen05ForwardScratch, Tcgen05ForwardTile
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, overlaid, rows_of
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.sm100_tiles import load_tile, store_tile, stored
@@ -106,7 +104,7 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         start, state = carry
         step_tile = self.step_tile(start, phase)
         start = self.next_start(n, phase)
-        scores, weights = scratch.scores_and_weights
+        scores, weights = overlaid(scratch.scores_and_weights)
         plgpu.barrier_wait(scratch.scores_full.at[group])
         s = load_tile(scores.at[group], setup.interpret)
         p, rescale, state = self.softmax(s, n, step_tile, phase, state)
@@ -120,15 +118,15 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
     def _rescale(self, rescale: Rescale) -> None:
         """Multiplies the rows of the output by their factors, in tensor memory; in each warp alone, if only some warps call it."""
         for columns in self._columns():
-            part = self.scratch.out.at[self.group, :, columns]
+            part = self.scratch.out.at[self.group, :, pl.ds(*columns)]
             out = load_tile(part, self.setup.interpret)
             out = out * registers.broadcast_vector(rescale.factor, "row", out.shape)
             store_tile(part, out, self.setup.interpret)
 
-    def _columns(self) -> list[pl.Slice]:
-        """The columns of the output, COLUMNS_AT_ONCE at a time."""
+    def _columns(self) -> list[tuple[int, int]]:
+        """The columns of the output, at most COLUMNS_AT_ONCE at a time: (first, how many)."""
         dim = self.setup.tile.value_dim
-        return [pl.ds(first, min(COLUMNS_AT_ONCE, dim - first)) for first in range(0, dim, COLUMNS_AT_ONCE)]
+        return [(first, min(COLUMNS_AT_ONCE, dim - first)) for first in range(0, dim, COLUMNS_AT_ONCE)]
 
     # ----------------------------------------------------------------- results
 
@@ -142,12 +140,12 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         exist = None if whole else plan.q_len - self.q_start
         for columns in self._columns():
 
-            def part(columns: pl.Slice = columns) -> jax.Array:
+            def part(columns: tuple[int, int] = columns) -> jax.Array:
                 """These columns of the output, [rows, COLUMNS_AT_ONCE] float32, from tensor memory."""
-                out = load_tile(self.scratch.out.at[self.group, :, columns], interpret)
+                out = load_tile(self.scratch.out.at[self.group, :, pl.ds(*columns)], interpret)
                 return out * registers.broadcast_vector(divisor, "row", out.shape)
 
-            zeros = registers.zero_tile((tile.rows, columns.size))
+            zeros = registers.zero_tile((tile.rows, columns[1]))
             out = part() if plan.blocks is None else cond(self.item.total > 0, part, lambda zeros=zeros: zeros)
             for n, target in enumerate((self.outputs.out, self.outputs.rounding)):
                 if target is None:
@@ -155,4 +153,4 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
                 if n:
                     out = out - rounded_tile(out, plan.dtype, interpret)
                 rows = rows_of(target, plan.layout, position.b, position.h, self.q_start, tile.rows)
-                write_rows(out.astype(plan.dtype), rows.at[:, columns], exist, interpret)
+                write_rows(out.astype(plan.dtype), rows.at[:, pl.ds(*columns)], exist, interpret)

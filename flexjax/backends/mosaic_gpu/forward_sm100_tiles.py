@@ -146,6 +146,12 @@ def forward_tile(plan: KernelPlan) -> Tcgen05ForwardTile:
     return forward_candidates(plan)[0]
 
 
+def describe(plan: KernelPlan) -> str:
+    """The configuration that runs a plan as text: "forward 256 x 128, 2 stages"."""
+    tile = forward_tile(plan)
+    return f"forward {tile.block_q} x {tile.block_kv}, {tile.stages} {'stage' if tile.stages == 1 else 'stages'}"
+
+
 def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit, the expected best first.
 

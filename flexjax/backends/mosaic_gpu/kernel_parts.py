@@ -158,6 +158,12 @@ def launch(
     return jax.tree.unflatten(structure, results[: len(shapes)])
 
 
+def overlaid(both: Ref) -> tuple[Ref, Ref]:
+    """The pair of Refs of OverlaidTensorTiles."""
+    first, second = typing.cast(tuple[Ref, Ref], both)
+    return first, second
+
+
 def simulator() -> object:
     """The parameters that make Pallas run a kernel on the CPU; they exist from jax 0.11 on."""
     return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]

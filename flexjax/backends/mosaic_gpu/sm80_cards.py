@@ -59,6 +59,8 @@ CARDS = {
         Card("8.7", "cp.async", 163 * KB, 164 * KB),  # Orin
         Card("8.9", "cp.async", 99 * KB, 100 * KB),  # L4, L40S, RTX 40
         Card("9.0", "tma", 227 * KB, 228 * KB),  # H100, H200: only where the call asks for mma.sync
+        Card("10.0", "tma", 227 * KB, 228 * KB),  # B200
+        Card("10.3", "tma", 227 * KB, 228 * KB),  # B300
         Card("12.0", "tma", 99 * KB, 100 * KB),  # RTX 50, RTX PRO 6000
         Card("12.1", "tma", 99 * KB, 100 * KB),  # GB10
     )

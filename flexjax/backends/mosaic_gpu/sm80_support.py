@@ -1,48 +1,66 @@
-"""What the backend refuses and offers of the kernels on mma.sync: plans, and tiles worth timing."""
+"""What the backend refuses and offers of the kernels on mma.sync, and of those beside the forward kernel on tcgen05: plans, and tiles
+worth timing.
+"""
 
 from collections.abc import Sequence
 
-from flexjax.backends.mosaic_gpu import backward_sm80_tiles, decode_sm80_tiles, forward_sm80_tiles
+from flexjax.backends.mosaic_gpu import (
+    backward_sm80_tiles,
+    decode_sm80_tiles,
+    forward_sm80_tiles,
+    forward_sm100_tiles,
+    sm100_support,
+)
 from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.plan.kernel_plan import KernelPlan
 
 
 def refuses_mma(plan: KernelPlan, given: KernelPlan, card: Card) -> str | None:
-    """Why the kernels on mma.sync cannot run a plan whose arrays and programs the kernels take, in a sentence; None if they can.
+    """Why the kernels on mma.sync, or tcgen05 where the options ask for it, cannot run a plan whose arrays and programs the kernels
+    take, in a sentence; None if they can.
 
     given   the same plan with the blocks of the user's block mask and its lengths
     """
+    by_tcgen05 = sm100_support.asked_for(plan.options)
+    kernels = f"The GPU kernels on {'tcgen05' if by_tcgen05 else 'mma.sync'}"
     if plan.dtype == "float32":
-        return "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."
+        return f"{kernels} take bfloat16 and float16 inputs, not float32."
     if ctas_of(plan) > 1:
         dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
-        return f"The GPU kernels on mma.sync take head dims up to {WIDEST_CTA}, not {dims}."
+        return f"{kernels} take head dims up to {WIDEST_CTA}, not {dims}."
     if plan.options.split is not None:
         reason = decode_sm80_tiles.mma_decode_refuses(given, card)
         if reason is not None:
             asked = f"kernel_options.split={plan.options.split!r}"
-            return f"The GPU kernels on mma.sync do not split the keys of this call ({asked}): {reason[0].lower()}{reason[1:]}"
-    if not forward_sm80_tiles.forward_candidates(plan, card):
+            return f"{kernels} do not split the keys of this call ({asked}): {reason[0].lower()}{reason[1:]}"
+    if by_tcgen05:
+        fits, queries, keys = bool(forward_sm100_tiles.forward_candidates(plan)), "128 or 256", "64 or 128"
+    else:
+        fits, queries, keys = bool(forward_sm80_tiles.forward_candidates(plan, card)), "64 or 128", "32, 64 or 128"
+    if not fits:
         names = ("block_q", "block_kv", "num_stages")
         asked = [f"{n}={getattr(plan.options, n)}" for n in names if getattr(plan.options, n)]
         return (
             f"No tile fits head dims {plan.head_dim} and {plan.value_dim} on compute capability {card.capability}"
             + (f" with {', '.join(asked)}" if asked else "")
-            + ": the GPU kernels on mma.sync take block_q 64 or 128, block_kv 32, 64 or 128, num_stages 1 to 3, dividing the "
-            "mask's blocks."
+            + f": the {kernels.removeprefix('The ')} take block_q {queries}, block_kv {keys}, num_stages 1 to 3, dividing the mask's "
+            "blocks."
         )
     return backward_sm80_tiles.refuses(plan, card)
 
 
 def mma_candidates(plan: KernelPlan, card: Card, decodes: bool) -> list[dict[str, int]]:
-    """`MosaicGpu.tile_candidates` of the kernels on mma.sync, for a plan with the blocks that they visit.
+    """`MosaicGpu.tile_candidates` of the kernels on mma.sync or tcgen05, for a plan with the blocks that they visit.
 
     decodes   whether the decode kernel runs its forward pass
     """
-    forward = dict.fromkeys(
-        (t.block_q, t.block_kv, t.stages) for t in forward_sm80_tiles.forward_candidates(plan, card)
-    )
+    found: Sequence[forward_sm80_tiles.MmaForwardTile | forward_sm100_tiles.Tcgen05ForwardTile]
+    if sm100_support.asked_for(plan.options):
+        found = forward_sm100_tiles.forward_candidates(plan)
+    else:
+        found = forward_sm80_tiles.forward_candidates(plan, card)
+    forward = dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in found)
     queries = dict.fromkeys(t.owned for t in backward_sm80_tiles.dq_candidates(plan, card))
     keys = dict.fromkeys(t.owned for t in backward_sm80_tiles.dkv_candidates(plan, card))
     return paired([] if decodes else list(forward), [(q, kv) for q in queries for kv in keys])

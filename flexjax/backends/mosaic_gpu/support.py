@@ -24,9 +24,11 @@ from flexjax.backends.mosaic_gpu import (
     decode_sm80_tiles,
     decode_tiles,
     forward_sm80_tiles,
+    forward_sm100_tiles,
     forward_tiles,
     program_support,
     sm80_support,
+    sm100_support,
 )
 from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
@@ -125,37 +127,41 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
     )
 
 
-def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the kernels visit; (0, 0) for a plan without a block mask.
+def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
+    """(queries, keys) of the mask blocks that the kernels of a pass visit; (0, 0) for a plan without a block mask.
 
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`.
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the forward kernel
+    on tcgen05 takes larger ones.
     """
     if plan.blocks is None:
         return 0, 0
     given = (plan.blocks.block_q, plan.blocks.block_kv)
     block_q, block_kv = (
-        block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan), strict=True)
+        block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan, True), strict=True)
     )
-    return block_q, block_kv
+    return (block_q, block_kv) if backward else sm100_support.forward_blocks(plan, block_q, block_kv)
 
 
-def _lengths_blocks(plan: KernelPlan) -> tuple[int, int]:
+def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     """(queries, keys) of the blocks of a plan with lengths and without a block mask: 64 for lengths up to 64 and 128 above. With
     keys in pages always 128 keys, because the bits of a request do not depend on the number of its pages.
     """
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
-    return block_q, 128 if plan.page else block_kv
+    block_kv = 128 if plan.page else block_kv
+    return (block_q, block_kv) if backward else sm100_support.forward_blocks(plan, block_q, block_kv)
 
 
-def _kernel_plan(plan: KernelPlan) -> KernelPlan:
-    """The plan that the kernels run where the decode kernel does not, as if its keys were contiguous: with blocks that they can visit
+def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
+    """The plan that the kernels of a pass run where the decode kernel does not, as if its keys were contiguous: with blocks that they can visit
     (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
     """
-    made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan))
-    return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan))
+    made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan, backward))
+    return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan, backward))
 
 
-def _for_kernels(given: KernelPlan, operands: Operands, in_pages: bool = False) -> tuple[KernelPlan, Operands]:
+def _for_kernels(
+    given: KernelPlan, operands: Operands, in_pages: bool = False, backward: bool = False
+) -> tuple[KernelPlan, Operands]:
     """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist.
 
     in_pages   whether keys stay in their pages, and the plan keeps `page`
@@ -167,8 +173,8 @@ def _for_kernels(given: KernelPlan, operands: Operands, in_pages: bool = False) 
         plan, operands = pages.contiguous(given, operands, given.dtype)
         if operands.lengths is not None:
             operands = lengths_as_mask.zeroed(plan, operands)
-    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(given))
-    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(given))
+    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(given, backward))
+    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(given, backward))
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
@@ -304,7 +310,14 @@ class MosaicGpu:
         result depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute
         capability.
         """
-        from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm90, forward_pages, forward_sm80, forward_sm90
+        from flexjax.backends.mosaic_gpu import (
+            decode_sm80,
+            decode_sm90,
+            forward_pages,
+            forward_sm80,
+            forward_sm90,
+            forward_sm100,
+        )
 
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
@@ -325,6 +338,8 @@ class MosaicGpu:
         if card is None:
             tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
             results = forward_sm90.forward(plan, operands, tile, key_pages)
+        elif sm100_support.asked_for(plan.options):
+            results = forward_sm100.forward(plan, operands, forward_sm100_tiles.forward_tile(plan))
         else:
             results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
         if given[1].lengths is None:
@@ -342,7 +357,7 @@ class MosaicGpu:
                 d_out=where_exists(given.d_out, query, plan),
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
-        plan, operands = _for_kernels(plan, plan.on_host(given.operands))
+        plan, operands = _for_kernels(plan, plan.on_host(given.operands), backward=True)
         card = choose_kernel.mma_card(target, plan.options)
         if card is None:
             return backward_sm90.backward(plan, given._replace(operands=operands))

@@ -43,6 +43,17 @@ class TestMmaTable(TestTable):
     everyday = frozenset({"shifted_column_bias"})
     everyday_forward = frozenset()
 
+    def refuses(self, case: Case, dtype: str) -> bool:
+        return super().refuses(case, dtype) or case.name == "dim_320"
+
+
+class TestTcgen05Table(TestMmaTable):
+    """The forward kernel on tcgen05, and the backward kernels on mma.sync."""
+
+    options = flexjax.KernelOptions(interpret=True, instruction="tcgen05")
+    everyday = frozenset()
+    everyday_forward = frozenset({"shifted_column_bias"})
+
 
 @pytest.mark.slow
 class TestTransformations(Simulated, TransformationConformance):

@@ -35,10 +35,44 @@ def assert_matches(made: ForwardProblem, got: Results) -> None:
 
 
 QUICK = ("documents", "odd lengths and dims")
-FITTING = tuple(name for name in FORWARD if not name.startswith("columns of two CTAs"))
+FITTING = tuple(
+    name
+    for name, row in FORWARD.items()
+    if not name.startswith("columns of two CTAs") and min(row.get("block") or (128,)) >= 128
+)
 
 
 @pytest.mark.parametrize("name", some_slow(FITTING, QUICK))
 def test_matches_dense(name: str) -> None:
     made = forward_problem(**FORWARD[name])
+    assert_matches(made, run(made))
+
+
+PAIRS = [
+    ("causal, two batches, grouped heads", {"block_kv": 64}),
+    ("slope", {"stages": 1}),
+    ("steep slope, odd", {}),
+    ("dead rows", {"stages": 2, "block_kv": 64}),
+    ("BNTH, float16, sinks, largest scores", {}),
+    ("bounded, dropout, odd", {"stages": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    some_slow([(n, tuple(f.items())) for n, f in PAIRS], [("dead rows", tuple(PAIRS[3][1].items()))]),
+)
+def test_two_query_tiles(name: str, fields: tuple, races: list) -> None:
+    """Mask blocks of 256 queries, rings of several lengths; conftest.py looks for races."""
+    row = FORWARD[name]
+    made = forward_problem(**(row | ({"block": (256, 128)} if "mask" in row else {})))
+    assert_matches(made, run(made, groups=2, **dict(fields)))
+    assert len(races) == 1
+
+
+def test_rare_rescaling_of_single_warps() -> None:
+    """Scores that grow with the keys for some rows: `out` is rescaled in later steps."""
+    made = forward_problem(
+        score=lambda s, b, h, q, k: s + jnp.where(q % 64 < 16, 0.5, 0.0) * k, q_len=256, kv_len=384, block=None
+    )
     assert_matches(made, run(made))

@@ -20,7 +20,7 @@ L40S = Target("cuda", "NVIDIA L40S", "8.9", 142)
 H200 = Target("cuda", "NVIDIA H200", "9.0", 132)
 RTX = Target("cuda", "NVIDIA GeForce RTX 5090", "12.0", 170)
 B200 = Target("cuda", "NVIDIA B200", "10.0", 148)
-KERNELS = "The GPU kernels are for compute capability 8.0, 8.6, 8.7, 8.9, 9.0, 12.0, 12.1"
+KERNELS = "The GPU kernels are for compute capability 8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0, 12.1"
 
 MMA = {"instruction": "mma"}
 
@@ -39,8 +39,8 @@ def plan(
 @pytest.mark.parametrize(
     ("target", "options", "capability"),
     [
-        (A100, MMA, "8.0"), (A100, {}, "8.0"), (RTX, {}, "12.0"), (L40S, MMA, "8.9"), (RTX, MMA, "12.0"), (H200, {}, None), (None, {}, None),
-        (H200, MMA, "9.0"), (None, MMA, "9.0"),
+        (A100, MMA, "8.0"), (A100, {}, "8.0"), (RTX, {}, "12.0"), (B200, {}, "10.0"), (L40S, MMA, "8.9"), (RTX, MMA, "12.0"),
+        (H200, {}, None), (None, {}, None), (H200, MMA, "9.0"), (None, MMA, "9.0"),
         (A100, {"interpret": True}, None), (A100, {"interpret": True, "instruction": "mma"}, "9.0"),
     ],
 )  # fmt: skip
@@ -59,6 +59,7 @@ TILES = {
     ("8.9", 128): ("cp.async", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
     ("8.9", 256): ("cp.async", "128 x 32, 1 stage, one CTA on an SM", "dQ 64 x 16, dK/dV 16 x 64"),
     ("9.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
+    ("10.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
     ("12.0", 128): ("tma", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
 }
 
@@ -100,8 +101,6 @@ def test_options_choose_among_the_tiles(target: Target) -> None:
 
 
 REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
-    "B200": (B200, {}, f"{KERNELS}; NVIDIA B200 has 10.0."),
-    "B200, mma.sync": (B200, {"instruction": "mma"}, f"{KERNELS}; NVIDIA B200 has 10.0."),
     "V100": (Target("cuda", "Tesla V100", "7.0", 80), {}, f"{KERNELS}; Tesla V100 has 7.0."),
     "unknown": (Target("cuda", "some GPU"), {}, f"{KERNELS}; the compute capability of some GPU is not known."),
     "float32": (A100, {"dtype": "float32", **MMA}, "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."),

@@ -1,0 +1,157 @@
+"""Which calls run the kernels on tcgen05, with which tiles and mask blocks, and what is refused; nothing here compiles."""
+
+import dataclasses
+import typing
+
+import jax
+import pytest
+
+import flexjax
+from flexjax.backends.mosaic_gpu import choose_kernel, forward_sm100_tiles, sm100_support, support
+from flexjax.backends.mosaic_gpu.shared_memory import TMEM_COLUMNS, scratch_bytes, tmem_columns
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+from flexjax.backends.target import Target
+from flexjax.ir.origin import OriginLayout
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
+from flexjax.types import KernelOptions
+
+JAX = (0, 11, 2)
+B200 = Target("cuda", "NVIDIA B200", "10.0", 148)
+B300 = Target("cuda", "NVIDIA B300", "10.3", 148)
+H200 = Target("cuda", "NVIDIA H200", "9.0", 132)
+TCGEN05 = {"instruction": "tcgen05"}
+
+
+def plan(
+    dim: int = 128,
+    dtype: str = "bfloat16",
+    block: int | None = None,
+    q_len: int = 8192,
+    user_lists: bool = False,
+    value_dim: int | None = None,
+    **options: typing.Any,
+) -> KernelPlan:
+    """Attention over 8192 keys."""
+    return KernelPlan(
+        *(2, 16, 16, q_len, 8192, dim, value_dim or dim, dtype, "BTNH", dim**-0.5),
+        blocks=None if block is None else BlockLayout(1, 1, block, block, 1, 32, 1, 32, from_user_lists=user_lists),
+        options=KernelOptions(**TCGEN05, **options),
+    )
+
+
+TILES = {
+    64: "forward 256 x 128, 3 stages", 128: "forward 256 x 128, 2 stages", 192: "forward 256 x 64, 2 stages",
+    256: "forward 128 x 128, 1 stage",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [B200, B300])
+@pytest.mark.parametrize("dim", TILES)
+def test_explain_names_the_card_and_the_tile(dim: int, target: Target) -> None:
+    made = plan(dim)
+    assert support.refuses(made, target, JAX) is None
+    text = support.BACKEND.schedule(made, target)
+    assert text.startswith(f"tcgen05 for compute capability {target.capability}: {TILES[dim]}, backward dQ ")
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 16))
+def test_tiles_fit_shared_and_tensor_memory(dim: int) -> None:
+    for value_dim in (16, 64, 128, 256):
+        found = forward_sm100_tiles.forward_candidates(plan(dim, value_dim=value_dim))
+        assert found
+        for tile in found:
+            scratch = forward_sm100_tiles.forward_scratch(tile)
+            assert scratch_bytes(scratch) <= CARDS["10.0"].cta_memory
+            assert tmem_columns(scratch) <= TMEM_COLUMNS
+
+
+def test_keys_and_queries_of_a_block() -> None:
+    """The forward kernel visits larger blocks than the mask has; the backward kernels visit those of the mask."""
+    for made, blocks in (
+        (plan(block=128), (256, 128)),
+        (plan(block=64), (256, 64)),
+        (plan(block=48), (256, 128)),
+        (plan(block=512), (512, 512)),
+        (plan(block=128, q_len=100), (128, 128)),
+        (plan(block=128, user_lists=True), (128, 128)),
+        (plan(block=128, block_q=128), (128, 128)),
+        (dataclasses.replace(plan(block=128), origin=OriginLayout(1, 384, 22, 8192, 1)), (128, 128)),
+    ):
+        assert support._kernel_blocks(made) == blocks
+        assert forward_sm100_tiles.forward_candidates(support._kernel_plan(made))
+    assert support._kernel_blocks(plan(block=128), backward=True) == (128, 128)
+    unasked = dataclasses.replace(plan(block=128), options=KernelOptions())
+    assert support._kernel_blocks(unasked) == (128, 128)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_options_choose_among_the_tiles(dim: int) -> None:
+    found = support.BACKEND.tile_candidates(plan(dim), B200)
+    assert len(found) > 3
+    for options in found:
+        made = plan(dim, **options)
+        assert support.refuses(made, B200, JAX) is None
+        tile = forward_sm100_tiles.forward_tile(made)
+        assert (tile.block_q, tile.block_kv, tile.stages) == tuple(
+            options[n] for n in ("block_q", "block_kv", "num_stages")
+        )
+
+
+def test_the_card_of_a_target() -> None:
+    options = KernelOptions(**TCGEN05)
+    for target, capability in ((B200, "10.0"), (B300, "10.3"), (None, "10.0")):
+        card = choose_kernel.mma_card(target, options)
+        assert card is not None
+        assert card.capability == capability
+    simulated = choose_kernel.mma_card(H200, dataclasses.replace(options, interpret=True))
+    assert simulated is not None
+    assert simulated.capability == "10.0"
+
+
+REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
+    "H200": (H200, {}, "The GPU kernels on tcgen05 are for compute capability 10.0, 10.3; NVIDIA H200 has 9.0."),
+    "unknown": (
+        Target("cuda", "some GPU"), {},
+        "The GPU kernels on tcgen05 are for compute capability 10.0, 10.3; the compute capability of some GPU is not known.",
+    ),
+    "float32": (B200, {"dtype": "float32"}, "The GPU kernels on tcgen05 take bfloat16 and float16 inputs, not float32."),
+    "wide": (B200, {"dim": 320}, "The GPU kernels on tcgen05 take head dims up to 256, not 320 and 320."),
+    "tile": (
+        B200, {"block_q": 64, "num_stages": 2},
+        "No tile fits head dims 128 and 128 on compute capability 10.0 with block_q=64, num_stages=2: the GPU kernels on tcgen05 take "
+        "block_q 128 or 256, block_kv 64 or 128, num_stages 1 to 3, dividing the mask's blocks.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    target, options, sentence = REFUSED[name]
+    assert support.refuses(plan(**options), target, JAX) == sentence
+
+
+def test_few_queries_run_the_decode_kernel_on_mma_sync() -> None:
+    made = plan(q_len=1)
+    assert support.refuses(made, B200, JAX) is None
+    assert support.BACKEND.schedule(made, B200).startswith(
+        "mma.sync with tma for compute capability 10.0: forward decode "
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
+@pytest.mark.parametrize("target", [B200, B300])
+def test_the_backward_pass_runs_by_mma_sync(target: Target) -> None:
+    made, wanted = plan(block=128), Wanted(True, True, True, False, False, False, ())
+    assert support.BACKEND.refuses_backward(made, target, wanted, None) is None
+    assert sm100_support.asked_for(made.options)
+
+
+@pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])
+def test_other_backends_refuse_the_instruction(name: str) -> None:
+    q = jax.numpy.ones((1, 8, 1, 16), "bfloat16")
+    with pytest.raises(NotImplementedError) as error:
+        flexjax.flex_attention(q, q, q, implementation=name, kernel_options=KernelOptions(**TCGEN05))
+    assert (
+        f"{name}: kernel_options.instruction='tcgen05' is for the kernels of mosaic_gpu; {name} has no such choice."
+        in str(error.value)
+    )
