@@ -119,13 +119,15 @@ def run_all(
     most_seconds: float = 120.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Answer]:
-    """The answers of all tasks, in their order, by so many processes at once.
+    """Runs all tasks in several processes and returns their answers, in the order of the tasks. It returns when the last one has its
+    answer or the time is up.
 
-    workers        number of processes
-    until          time.time() after which no task begins, and at which running ones are ended
-    folder         for files of the processes
+    workers        the most processes at once
+    until          time.time() after which no task begins, and at which running ones are ended (a task that begins in the last
+                   second has one second)
+    folder         for the stderr of each process, and the compilation cache that they share
     most_seconds   after which a task is ended
-    say            called with a line after each task
+    say            called with a line after each task, by the thread of its process
     """
     answers: list[Answer] = [dict(unreached=UNREACHED) for _ in tasks]
     numbers = iter(range(len(tasks)))

@@ -220,9 +220,12 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
 
 
 def _copy_pages(x: Array, growth: Growth) -> Array:
-    """A pool, or its scales, after the copies of `growth`.
+    """Copies the pages that an append has to copy before it writes: page growth.copied[i, 0] to growth.copied[i, 1] for each
+    i < growth.copies.
 
-    A loop of slices and updates, because XLA updates those in place, and because most steps copy nothing.
+    x   a pool [P, ...] or its scales [P, M]; the result has its shape
+
+    The loop has `growth.copies` rounds, most often 0. Each round is a slice and an update, which XLA makes in place.
     """
 
     def copy(i: Array, x: Array) -> Array:

@@ -71,14 +71,16 @@ def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTab
 
     new_lengths   int32 [R]: totals, not differences. A request that does not grow needs nothing and is granted
 
-    A request gets all pages that it needs or none. Requests are served in the order of their rows; one that does not fit is left as
-    it is, and later ones may still fit. A total of more than n pages is never granted. `lengths` stays: `append` moves it. Raises
-    ValueError for arguments of other types or shapes.
+    A growing request needs a page for each entry of its row, between its stored tokens and the total, that is a hole or shares its
+    page, and one page more for the copy of its last page if that is partly filled and shared and no page is reserved for the
+    copy yet. It gets all pages that it needs or none. Requests are served in the order of their rows; one that does not fit is left as it is, and later ones may still
+    fit. A total that needs more than n entries (`table.pages` is [R, n]) is never granted. `lengths` stays: `append` moves it.
+    Raises ValueError for arguments of other types or shapes.
     """
     page = check_table(table, None)
     totals = check_int32("new_lengths", new_lengths, table.lengths.shape)
     columns = table.pages.shape[1]
-    counts, spares = _split(table)
+    counts, spares = _decode_uses(table)
     pool = counts.shape[0]
     held = _held(table, pool)
     stored = -(-table.lengths // page)
@@ -99,7 +101,7 @@ def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTab
     counts = _count(counts, table.pages, takes[:, :-1] & held, -1)
     counts = counts.at[given[:, :-1]].add(1, mode="drop")
     spares = jnp.where(takes[:, -1], given[:, -1], spares)
-    return dataclasses.replace(table, pages=pages, uses=_joined(counts, spares)), granted
+    return dataclasses.replace(table, pages=pages, uses=_encode_uses(counts, spares)), granted
 
 
 def fork(table: PageTable, source: Array | np.ndarray) -> PageTable:
@@ -121,12 +123,12 @@ def fork(table: PageTable, source: Array | np.ndarray) -> PageTable:
     stored = jnp.arange(columns, dtype=jnp.int32) < -(-lengths // page)[:, None]
     taken = jnp.where(stored, table.pages[of], -1)
     pages = jnp.where(moves[:, None], taken, table.pages)
-    counts, spares = _split(table)
+    counts, spares = _decode_uses(table)
     pool = counts.shape[0]
     counts = _count(counts, table.pages, _held(table, pool) & moves[:, None], -1)
     new = dataclasses.replace(table, pages=pages, lengths=lengths)
     counts = _count(counts, pages, _held(new, pool) & moves[:, None], 1)
-    return dataclasses.replace(new, uses=_joined(counts, jnp.where(moves, -1, spares)))
+    return dataclasses.replace(new, uses=_encode_uses(counts, jnp.where(moves, -1, spares)))
 
 
 def release(table: PageTable, requests: Array | np.ndarray) -> PageTable:
@@ -138,13 +140,13 @@ def release(table: PageTable, requests: Array | np.ndarray) -> PageTable:
     """
     check_table(table, None)
     ends = _check_array("requests", requests, table.lengths.shape, jnp.bool_, "bool")
-    counts, spares = _split(table)
+    counts, spares = _decode_uses(table)
     counts = _count(counts, table.pages, _held(table, counts.shape[0]) & ends[:, None], -1)
     return dataclasses.replace(
         table,
         pages=jnp.where(ends[:, None], -1, table.pages),
         lengths=jnp.where(ends, 0, table.lengths),
-        uses=_joined(counts, jnp.where(ends, -1, spares)),
+        uses=_encode_uses(counts, jnp.where(ends, -1, spares)),
     )
 
 
@@ -172,9 +174,11 @@ def _first_fit(cost: Array, free: Array) -> Array:
 # ------------------------------------------------------------------- counting
 
 
-def _split(table: PageTable) -> tuple[Array, Array]:
-    """`uses` in two parts: how many entries hold each page, int32 [P], and the page that is reserved for the copy of each request,
-    int32 [R], -1 for none.
+def _decode_uses(table: PageTable) -> tuple[Array, Array]:
+    """Decodes `table.uses` (see the top of this file): (counts, spares).
+
+    counts   int32 [P]: how many entries of the table hold each page; 0 also for a reserved page
+    spares   int32 [R]: the page that is reserved for the copy of each request, -1 for none
     """
     rows, pool = table.pages.shape[0], table.uses.shape[0]
     owner = jnp.where(table.uses < 0, -1 - table.uses, rows)
@@ -182,15 +186,17 @@ def _split(table: PageTable) -> tuple[Array, Array]:
     return jnp.maximum(table.uses, 0), spares
 
 
-def _joined(counts: Array, spares: Array) -> Array:
-    """`uses` from its two parts, as `_split` returns them. Counts below 0, of tables that did not count, become 0."""
+def _encode_uses(counts: Array, spares: Array) -> Array:
+    """`PageTable.uses` from what `_decode_uses` returns. Counts below 0, of tables that did not count, become 0; a page among the
+    spares is marked as reserved, whatever its count was.
+    """
     rows, pool = spares.shape[0], counts.shape[0]
     mark = -1 - jnp.arange(rows, dtype=jnp.int32)
     return jnp.maximum(counts, 0).at[jnp.where(spares < 0, pool, spares)].set(mark, mode="drop")
 
 
 def _held(table: PageTable, pool: int) -> Array:
-    """bool [R, n]: which entries of the table are pages of a pool of that size."""
+    """bool [R, n]: which entries of the table are pages, not holes, for a pool of `pool` pages."""
     return (table.pages >= 0) & (table.pages < pool)
 
 
@@ -236,7 +242,7 @@ def grow(table: PageTable, counts: Array, page: int) -> Growth:
     A request whose pages are not all reserved stays as it is.
     """
     columns = table.pages.shape[1]
-    uses, spares = _split(table)
+    uses, spares = _decode_uses(table)
     pool = uses.shape[0]
     held = _held(table, pool)
     shared = held & (uses[jnp.where(held, table.pages, 0)] > 1)
@@ -253,7 +259,7 @@ def grow(table: PageTable, counts: Array, page: int) -> Growth:
     uses = _count(uses, old, copying, -1)
     uses = _count(uses, spares, copying, 1)
     order = jnp.argsort(~copying, stable=True)
-    new = PageTable(pages, jnp.where(fits, ends, starts), _joined(uses, jnp.where(fits, -1, spares)), table.page)
+    new = PageTable(pages, jnp.where(fits, ends, starts), _encode_uses(uses, jnp.where(fits, -1, spares)), table.page)
     copied = jnp.stack([old, spares], 1)[order]
     return Growth(new, starts, jnp.where(fits, counts, 0), copied, jnp.sum(copying, dtype=jnp.int32))
 

@@ -50,7 +50,8 @@ class Probabilities(typing.NamedTuple):
     p             probabilities, 0 where the mask is off
     slope         d mod / d score, None where it is 1
     dropout       the dropout multiplier, None without dropout
-    load_slopes   d mod / d load for each load that `TileMath` was asked for, None where it is 1
+    load_slopes   d mod / d load for each load that `TileMath` was asked for; None where `TileMath.load_results` has None,
+                  because it is the constant 1
     rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not round
                   weights alike (`TileMath.rounds_weights`)
     """
@@ -181,16 +182,19 @@ class TileMath:
 
     @property
     def load_results(self) -> tuple[int | None, ...]:
-        """For each load that was asked for, the number of the program's result that is d mod / d load: first those of
-        `loads_only`, then those of `loads_too`, with None where that is the constant 1.
+        """For each load that was asked for, the number of the program's result that is d mod / d load: first the loads of
+        `loads_only`, then those of `loads_too`.
+
+        A load of `loads_too` has None in place of a number where d mod / d load is the constant 1; a load of `loads_only`
+        always has a number, so its result is computed even where it is constant.
         """
         too = tuple(None if self._is_one(2 + i) else 2 + i for i in self.loads_too)
         return (*(2 + i for i in self.loads_only), *too)
 
     @property
     def evaluated(self) -> tuple[int, ...]:
-        """Numbers of the derivative program's results that a tile computes after the score: d mod / d score and d mod
-        / d load, without those that are not asked for or are the constant 1.
+        """Numbers of the derivative program's results that a tile computes after the score: 1 (d mod / d score), unless it is the
+        constant 1 or there are `loads_only`; then the numbers in `load_results`.
         """
         slope = () if self.slope_is_one or self.loads_only else (1,)
         return (*slope, *(n for n in self.load_results if n is not None))
@@ -290,7 +294,7 @@ class ColumnMath:
 
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
         """The probabilities of the tile and the derivatives of score_mod: p is 0 where the mask is off and past the
-        ends, and is not multiplied by dropout; derivatives that are the constant 1 or not asked for are None.
+        ends, and is not multiplied by dropout; derivatives that `TileMath.evaluated` leaves out are None.
 
         s      q . k, the product without scale, in the shape of the tile, float32
         lse2   of row_statistics.py, a vector over the queries

@@ -41,8 +41,11 @@ class Producer:
     scratch: ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies what every work item of this CTA reads; with more than one consumer it first lowers its register
-        limit. In the simulator it then waits for every arrival at the barriers of the slots.
+        """Copies the queries, keys, values and staged tiles of every work item of this CTA to the rings. With the dynamic
+        scheduler it takes the items from the counter and tells the consumers each item, and the end, by the mailbox.
+
+        With more than one consumer it first lowers its register limit. In the simulator it waits at the end for every arrival at
+        the barriers of the slots.
         """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:

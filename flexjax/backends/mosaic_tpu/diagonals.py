@@ -28,7 +28,9 @@ def skewed(diagonals: jax.Array) -> jax.Array:
 
 
 def unskewed_sums(array: jax.Array) -> jax.Array:
-    """The transpose of `skewed`: the sum of the 8 rows of [..., 8, n], row r moved r places left, as [..., n]."""
+    """The transpose of `skewed`: out[..., x] = sum over r of array[..., r, x + r], of an array [..., 8, n], as [..., n]. Rows are
+    shifted and not rolled: what would come from past the end is 0, and the first r elements of row r are dropped.
+    """
     length = array.shape[-1]
     widths = [(0, 0)] * (array.ndim - 2)
     parts = [jnp.pad(array[..., r, r:], [*widths, (0, r)])[..., :length] for r in range(SKEW)]

@@ -174,8 +174,8 @@ class _Cost(typing.NamedTuple):
     def cheaper_hoisted(self, val: Val) -> bool:
         """Whether to hoist `val`, which has this cost, even if the kernel could compute it.
 
-        Values of b and h alone always are; rows and columns if some step has no form in a kernel; values of q - kv in this case,
-        and if they take more than DELTA_COST operations; others never.
+        True for uniform values; for rows and columns, if a step has no form in a kernel; for values of q - kv, if a step has
+        no form or the steps take more than DELTA_COST operations. False for all others.
         """
         kind = axis_class(val.axes)
         if kind == DELTA:

@@ -297,7 +297,8 @@ def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> 
     """Tiles for both backward kernels whose model of VMEM fits the chip, best first; the plan's options fix q and kv if
     given.
 
-    score   score_mod's derivative program, None without score_mod
+    score   score_mod's derivative program, None without score_mod. Where the derivative program is not known yet, callers pass
+            score_mod's own program, so a tile found then may not fit the derivative program later
 
     [] if none fits. Raises NoTile if no tile suits the plan's mask blocks.
     """
@@ -312,7 +313,9 @@ def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> 
 
 
 def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
-    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip."""
+    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip, or if none suits
+    the plan's mask blocks.
+    """
     found = forward_candidates(plan, chip)
     if not found:
         raise NoTile(f"no tile of it fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")
@@ -320,7 +323,11 @@ def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
 
 
 def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> Tiles:
-    """The tile with which both backward kernels run: the first candidate. Raises NoTile if none fits the chip."""
+    """The tile with which both backward kernels run: the first candidate. Raises NoTile if none fits the chip, or if none suits
+    the plan's mask blocks.
+
+    score   as for `backward_candidates`
+    """
     found = backward_candidates(plan, chip, score)
     if not found:
         raise NoTile(f"no tile of its backward pass fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")
