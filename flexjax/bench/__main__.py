@@ -18,10 +18,10 @@ from flexjax.bench import decode_cases, device, report
 from flexjax.bench.decode_cases import DECODE_SUITES
 from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
-from flexjax.bench.suites import PASSES, SUITES, Workload
+from flexjax.bench.suites import FA3, PASSES, SUITES, Workload
 
 ORDER, MESH, STEP, FIRST_HOUR = "order", "mesh", "step", "first-hour"
-ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
+ON_GPU = ("jax.nn", "tokamax", FA3, "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
 

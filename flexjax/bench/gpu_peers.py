@@ -7,6 +7,7 @@ A peer turns a workload into a function (q, k, v, array) -> out, where `array` i
 # peers are optional: they are measured where they are installed
 
 import functools
+import importlib
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 
 from flexjax.bench.inputs import REFERENCE, alone, random_arrays, sample_rows
 from flexjax.bench.kernel_times import device_time as device_time
-from flexjax.bench.suites import MODS, Workload
+from flexjax.bench.suites import FA3, MODS, Workload, document_ids
 
 Attention = Callable[..., jax.Array]
 """q [B, T, N, D], k and v [B, T, M, D], what the mod reads or None -> out [B, T, N, D]."""
@@ -72,6 +73,27 @@ def tokamax(problem: Workload) -> Attention:
     return lambda q, k, v, array: package.dot_product_attention(q, k, v, **options)
 
 
+def flash_attention_3(problem: Workload) -> Attention:
+    """FlashAttention-3 inside jax (the package dew-flash-attn-cu13): full and causal attention, windows, and documents as sequences of its
+    own (varlen); no score mod. Its backward pass adds in any order.
+    """
+    import dew_flash_attn as package
+
+    if problem.mask != "documents":
+        window = (problem.parameter - 1, 0) if problem.mask == "window" else (-1, -1)
+        causal = problem.mask in ("causal", "window")
+        return lambda q, k, v, array: package.flash_mha(q, k, v, is_causal=causal, window_size=window)
+    lengths = np.bincount(document_ids(problem.length, problem.parameter, problem.seed))
+    starts = np.concatenate([[0], np.cumsum(np.tile(lengths, problem.batch))]).astype(np.int32)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: jax.Array | None) -> jax.Array:
+        """Attention inside the documents of all batch entries, one after the other; the arguments of `Attention`."""
+        packed = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        return package.flash_mha_varlen(*packed, starts, int(lengths.max()), is_causal=True).reshape(q.shape)
+
+    return attend
+
+
 def _mask_arguments(problem: Workload) -> dict[str, Any]:
     """The workload's mask, causal or a window, as keyword arguments of `jax.nn.dot_product_attention`; {} for full attention."""
     words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
@@ -82,6 +104,7 @@ def _mask_arguments(problem: Workload) -> dict[str, Any]:
 PEERS: dict[str, Callable[[Workload], Attention]] = {
     "jax.nn": jax_nn,
     "tokamax": tokamax,
+    FA3: flash_attention_3,
     "flexjax": flexjax,
     "flexjax any order": functools.partial(flexjax, deterministic=False),
 }
@@ -102,8 +125,9 @@ def adapter(peer: str) -> Callable[[Workload, str], Measured]:
     """
     if peer == REFERENCE:
         return reference
-    if peer == "tokamax":
-        import tokamax as _  # noqa: F401
+    for name, package in (("tokamax", "tokamax"), (FA3, "dew_flash_attn")):
+        if peer == name:
+            importlib.import_module(package)
     return functools.partial(measure, PEERS.get(peer) or functools.partial(flexjax, **options_of(peer)))
 
 

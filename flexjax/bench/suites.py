@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # torch_flex.py runs without jax
     Value = np.ndarray | jax.Array
 
 PASSES = ("forward", "forward+backward")
+FA3 = "FlashAttention-3"
+"""The name of the peer dew-flash-attn-cu13."""
 
 
 class Allowed(Protocol):
@@ -92,11 +94,13 @@ class Workload:
     def skipped(self, peer: str) -> str | None:
         """Why a peer is not timed on this workload on a GPU; None if it is.
 
-        "jax.nn", "tokamax" and "torch flash" are not timed where they have no argument for the mask or mod; any peer by `skip`.
+        "jax.nn", "tokamax", FA3 and "torch flash" are not timed where they have no argument for the mask or mod; any peer by `skip`.
         """
         if peer == "jax.nn" and (self.mod or self.mask not in ("full", "causal", "window")):
             return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
         if peer == "tokamax" and (self.mod not in (None, "softcap") or self.mask not in ("full", "causal", "window")):
+            return "has no argument for this mask or mod"
+        if peer == FA3 and (self.mod or self.mask not in ("full", "causal", "window", "documents")):
             return "has no argument for this mask or mod"
         if peer == "torch flash" and (self.mod or self.mask not in ("full", "causal")):
             return "has no argument for this mask or mod"
@@ -237,6 +241,11 @@ SUITES: dict[str, tuple[Workload, ...]] = {
         _gpu("causal d256", "causal", 0, 8192, 8, 8, 256),
         _gpu("window 1025 d128", "window", 1025, 16384, 16, 16, 128),
         _gpu("12 documents d128", "documents", 12, 16384, 16, 16, 128, seed=0),
+        *(
+            _gpu(f"causal d128, {n} x {t}", "causal", 0, t, 16, 16, 128, batch=n)
+            for n, t in ((64, 256), (32, 512), (16, 1024), (8, 2048))
+        ),
+        _gpu("causal d128, 1 x 32768", "causal", 0, 32768, 8, 8, 128, batch=1),
         _gpu("prefix 1024 d128", "prefix", 1024, 8192, 16, 16, 128),
         _gpu("ALiBi causal d128", "causal", 0, 8192, 16, 16, 128, mod="alibi"),
         _gpu("soft cap causal d128", "causal", 0, 8192, 16, 16, 128, mod="softcap"),
