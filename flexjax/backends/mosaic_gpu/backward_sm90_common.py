@@ -60,23 +60,31 @@ Operand = Ref | jax.Array | tuple[Ref, ...] | tuple[jax.Array, ...]
 # ------------------------------------------------------------------- operands
 
 
-def padded_len(length: int, interpret: bool) -> int:
-    """The length that arrays over queries or keys are padded to: a multiple of 8 tokens for TMA, of 256 in the
-    simulator.
-
-    The simulator clamps copies that cross the end, so arrays must have whole tiles there.
+def whole_len(plan: KernelPlan, axis: str) -> int:
+    """The tokens of an axis, "q" or "kv", rounded up to whole blocks of the mask and then to a multiple of 256: every tile that a
+    kernel visits lies within them.
     """
-    return round_up(length, 256 if interpret else 8)
+    length = plan.q_len if axis == "q" else plan.kv_len
+    if plan.blocks is not None:
+        length = round_up(length, plan.blocks.block_q if axis == "q" else plan.blocks.block_kv)
+    return round_up(length, 256)
 
 
-def pad(x: jax.Array, layout: str, interpret: bool, ctas: int = 1) -> jax.Array:
-    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended to T and D up to the sizes that the kernels take.
+def padded_len(plan: KernelPlan, axis: str) -> int:
+    """The length that arrays over queries ("q") or keys ("kv") are padded to: a multiple of 8 tokens for TMA; `whole_len` in the
+    simulator, which refuses copies that cross the end.
+    """
+    return whole_len(plan, axis) if plan.options.interpret else round_up(plan.q_len if axis == "q" else plan.kv_len, 8)
 
+
+def pad(x: jax.Array, plan: KernelPlan, axis: str, ctas: int = 1) -> jax.Array:
+    """x, [B, T, N, D] or [B, N, T, D] by the plan's layout, with zeros appended to T and D up to the sizes that the kernels take.
+
+    axis   "q" or "kv", what T counts
     ctas   CTAs that share the columns (columns.py)
     """
-    time = 1 if layout == "BTNH" else 2
     dim = padded_dim(columns_of(x.shape[3], ctas)) * ctas
-    return kernel_parts.pad(x, layout, padded_len(x.shape[time], interpret), dim)
+    return kernel_parts.pad(x, plan.layout, padded_len(plan, axis), dim)
 
 
 class Tokens(typing.NamedTuple, typing.Generic[Part]):
@@ -98,8 +106,9 @@ def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats:
     """Query, key, value and `d_out`, the cotangent of the result, padded and in parts as the kernels take them; `stats`
     from row_statistics.py.
     """
-    padded = lambda x: split(pad(x, plan.layout, plan.options.interpret, ctas_of(plan)), parts_of(plan))
-    return Tokens(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
+    padded = lambda x, axis: split(pad(x, plan, axis, ctas_of(plan)), parts_of(plan))
+    keys = padded(operands.key, "kv"), padded(operands.value, "kv")
+    return Tokens(padded(operands.query, "q"), *keys, padded(d_out, "q"), stats)
 
 
 class Captures(typing.NamedTuple, typing.Generic[Part]):

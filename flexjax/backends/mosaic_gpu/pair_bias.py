@@ -129,21 +129,23 @@ class DirectGradient:
         """Shape and dtype of the array that the dQ kernel writes: [b, h, T', S'], where b or h is 1 if the captured
         array lacks that axis, in the dtype of the captured array.
 
-        T' and S' are T and S rounded up to what TMA copies (8 queries, PIECE[1] bytes of keys), or to 256 for the
-        simulator, which clamps copies that cross the end.
+        T' and S' are T and S rounded up to what TMA copies (8 queries, PIECE[1] bytes of keys), or to whole tiles for
+        the simulator, which refuses copies that cross the end.
         """
-        interpret = plan.options.interpret
-        unit = common.padded_len(1, True) if interpret else staging.PIECE[1] // self.item_bytes
-        leading = (plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1)
-        shape = (*leading, common.padded_len(plan.q_len, interpret), round_up(plan.kv_len, unit))
-        return shape, self.dtype
+        if plan.options.interpret:
+            return self.whole_tiles(plan), self.dtype
+        keys = round_up(plan.kv_len, staging.PIECE[1] // self.item_bytes)
+        return (*self._leading(plan), common.padded_len(plan, "q"), keys), self.dtype
 
     def whole_tiles(self, plan: KernelPlan) -> tuple[int, ...]:
-        """`output_shape` with T' and S' rounded up to multiples of every tile: what a kernel without TMA, which does not clip,
-        writes.
+        """`output_shape` with T' and S' rounded up to whole tiles and blocks of the mask (`whole_len`): what a kernel writes that
+        does not copy by TMA, which leaves out what lies past an end.
         """
-        leading = self.output_shape(plan)[0][:2]
-        return (*leading, common.padded_len(plan.q_len, True), common.padded_len(plan.kv_len, True))
+        return (*self._leading(plan), common.whole_len(plan, "q"), common.whole_len(plan, "kv"))
+
+    def _leading(self, plan: KernelPlan) -> tuple[int, int]:
+        """(batch entries, heads) of `output_shape`."""
+        return plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1
 
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
         """A Ref to the tile of head (b, h) whose first query is q0 and first key kv0; nothing is read or written.
@@ -290,7 +292,7 @@ def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[ja
         return captures
     arrays = list(captures.score)
     array = arrays[bias.staged.capture]
-    least = (common.padded_len(plan.q_len, True), common.padded_len(plan.kv_len, True))
+    least = (common.whole_len(plan, "q"), common.whole_len(plan, "kv"))
     widths = [(0, max(0, n - have)) for n, have in zip(least, array.shape[-2:], strict=True)]
     arrays[bias.staged.capture] = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + widths)
     return captures._replace(score=tuple(arrays))

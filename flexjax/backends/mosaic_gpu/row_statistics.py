@@ -18,7 +18,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name, round_up
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
@@ -28,15 +28,13 @@ ROWS = 64
 """Queries of a CTA."""
 COLUMNS = 64
 """Features that are read to registers at once."""
-UNIT = 256
-"""Row statistics are padded to a multiple of this many queries."""
 
 
 def row_statistics(
     plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None, copying: Copying = "tma"
 ) -> jax.Array:
-    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is the number of queries
-    rounded up to UNIT.
+    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is
+    `backward_sm90_common.whole_len` of the queries.
 
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
@@ -45,7 +43,7 @@ def row_statistics(
     lse2 = lse * log2(e). Rows whose lse is -inf (no visible key, no sink), and those past the end, have lse2 = +inf and
     delta = 0. Where scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
-    pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
+    pad = lambda x: common.pad(x, plan, "q")
     rounding = None if results.rounding is None else pad(results.rounding)
     delta = row_dots(plan, pad(results.out), pad(d_out), rounding, copying)
     lse = results.lse.astype(jnp.float32)
@@ -95,14 +93,14 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def row_dots(
     plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None, copying: Copying = "tma"
 ) -> jax.Array:
-    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is the number of queries rounded up to UNIT;
-    0 past the end.
+    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is
+    `backward_sm90_common.whole_len` of the queries; 0 past the end.
 
     out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is
                            out + rounding
     copying                how tiles come to shared memory
     """
-    length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
+    length, dim = common.whole_len(plan, "q"), out.shape[-1]
     tiles, operands = length // ROWS, 2 if rounding is None else 3
     copies = Copies(copying, 1, plan.options.interpret, None)
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]

@@ -40,6 +40,10 @@ SMALL: dict[str, dict[str, typing.Any]] = {
         "dim": 16, "q_len": 96, "kv_len": 80, "batch": 2, "heads": 1, "mask": causal, "captured": (normal(200),),
         "score": lambda c, s, b, h, q, k: s + c[0][q - k + 90],
     },
+    "blocks that reach a tile past the padding": {
+        "dim": 16, "q_len": 200, "kv_len": 200, "heads": 1, "mask": causal, "block": (320, 320), "captured": (normal(1, 200, 200),),
+        "score": lambda c, s, b, h, q, k: s + c[0][h, q, k],
+    },
 }  # fmt: skip
 
 
