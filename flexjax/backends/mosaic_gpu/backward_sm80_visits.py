@@ -34,7 +34,7 @@ State = typing.TypeVar("State")
 class Visit(typing.NamedTuple):
     """One visit, int32 scalars.
 
-    head     number of the query head among those of the CTA; `VisitSequence.heads` if there is no such visit
+    head     number of the query head among those of the CTA; `VisitSequence.heads` or more if there is no such visit
     step     number of the visit among those of the head, where unmasked visits come before masked ones
     start    first token of the visited tile
     """
