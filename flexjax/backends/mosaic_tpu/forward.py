@@ -33,7 +33,7 @@ from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder, mak
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
 from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
-from flexjax.backends.mosaic_tpu.page_copies import PageCopies, Pages, PageSlots
+from flexjax.backends.mosaic_tpu.page_copies import PageCopies, Pages, PageSlots, column_scales
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import (
@@ -62,12 +62,16 @@ class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
     key, value   [keys, D] and [keys, E]; in pages the whole pools instead, [P, page, D] and [P, page, E], in HBM
     sinks        [1, queries], the sink of each row, for a plan in pages whose heads are joined, so that rows of a head
                  have sinks of their own; None for other plans
+    *_scale      [1, keys], what the products of each key, and the weights of each value, are multiplied by, for quantised pages;
+                 None for other plans
     """
 
     query: T
     key: T
     value: T
     sinks: T | None
+    key_scale: T | None = None
+    value_scale: T | None = None
 
 
 class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
@@ -212,7 +216,9 @@ class ForwardKernel:
             keys, values = refs.inputs.key[strip.columns, :], refs.inputs.value[strip.columns, :]
         else:
             keys, values = self.copies.tile_of(step.visit, slots, strip.columns)
-        x = self.strip_scores(step, dot(refs.inputs.query[...], keys, NT))
+        key_scale, value_scale = refs.inputs.key_scale, refs.inputs.value_scale
+        qk = dot(refs.inputs.query[...], keys, NT)
+        x = self.strip_scores(step, qk if key_scale is None else qk * key_scale[:, strip.columns])
         on = self.scores.on(step) if step.checked else None
         if on is not None:
             x = jnp.where(on, x, -jnp.inf)
@@ -237,7 +243,9 @@ class ForwardKernel:
         multiplier = self.scores.dropout(step)
         if multiplier is not None:
             p = p * multiplier if on is None else jnp.where(on, p * multiplier, 0.0)
-        if step.checked and self.scores.keys_end and self.copies is None:
+        if value_scale is not None:
+            p = p * value_scale[:, strip.columns]
+        if step.checked and self.scores.keys_end and (self.copies is None or plan.cache_dtype is not None):
             start = step.visit.kv_tile * np.int32(self.tiles.kv) + np.int32(strip.col0)
             values = zero_rows_past_end(values, start, self.scores.end_of_keys(step))
         earlier = accumulated[...] * repeat_lanes(rescale, accumulated.shape[1])
@@ -305,8 +313,10 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
         assert isinstance(order, BlockSparseOrder)
         copies = PageCopies(plan, order, tiles.kv)
     added, row_sinks = _prefetched(plan, operands)
+    scales = column_scales(plan, operands, tiles.kv) or (None, None)
     scores = TileScores(plan, order, operands, plan.score, added_prefetch=len(added))
     maps = layouts.IndexMaps(order, shapes.group)
+    scale_spec = pl.BlockSpec((None, 1, tiles.kv), maps.columns_of_entry)
     row_output = Output((plan.batch, plan.q_heads, 1, plan.q_len), "float32", maps.row_spec(tiles.q))
     out_output = Output(shapes.out.shape, plan.out_dtype, shapes.out.spec(tiles.q, maps.query))
     found = launch(
@@ -317,6 +327,7 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
             inputs=ForwardInputs(
                 *_inputs(plan, operands, tiles, maps),
                 None if row_sinks is None else Operand(row_sinks, pl.BlockSpec((1, tiles.q), maps.row_of_head)),
+                *(None if scale is None else Operand(scale, scale_spec) for scale in scales),
             ),
             outputs=ForwardOutputs(
                 out_output,

@@ -194,6 +194,11 @@ class IndexMaps:
         b, m, j = self.key(*grid)
         return b, m, ZERO, ZERO, j
 
+    def columns_of_entry(self, *grid: jax.Array) -> tuple:
+        """The index map of an array [B, 1, S] in blocks of a key tile."""
+        b, _, _, j = self.order.tile_at(*grid)
+        return b, ZERO, j
+
     def row_spec(self, block: int) -> pl.BlockSpec:
         """The block spec of an array [B, N, 1, T] for blocks of `block` queries."""
         return pl.BlockSpec((None, None, 1, block), self.row)

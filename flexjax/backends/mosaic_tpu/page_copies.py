@@ -6,6 +6,9 @@ The page numbers of all batch entries are in SMEM. A tile is copied in *pieces*:
 multiple of it. Pieces from the key length of the batch entry on are not copied; the kernel hides those columns, and values past the
 length are zeroed once in the slot. A page number that is not in the pool is read as a page of zeros.
 
+**Quantised pages** are copied as they are, and `tile_of` converts them. Their scales are rows beside the tiles, one number for each column
+(`column_scales`), so that the kernel multiplies products and weights by them and no key. Values past the length are zeroed by the kernel.
+
 Pages are those of a plan whose heads are joined (plan/join_heads.py): [P, page, D] and [P, page, E], all heads in one row of columns.
 """
 
@@ -24,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder
 from flexjax.backends.mosaic_tpu.vector_ops import zero_rows_past_end
 from flexjax.backends.mosaic_tpu.visit_order import IDLE, TileVisit
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 T = typing.TypeVar("T")
 
@@ -81,7 +84,7 @@ class PageCopies:
     @property
     def scratch(self) -> PageSlots:
         """The slots and their semaphores."""
-        slots = lambda dim: pltpu.VMEM((2, self.tile, dim), jnp.dtype(self.plan.dtype))
+        slots = lambda dim: pltpu.VMEM((2, self.tile, dim), jnp.dtype(self.plan.cache_dtype or self.plan.dtype))
         return PageSlots(
             slots(self.plan.head_dim),
             slots(self.plan.value_dim),
@@ -90,12 +93,13 @@ class PageCopies:
         )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
-        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E].
+        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E], in the plan's dtype and
+        without the scales of a quantised cache.
 
         keys   which rows of the tile
         """
-        slot = _slot(visit.number)
-        return slots.key[slot, keys, :], slots.value[slot, keys, :]
+        slot, dtype = _slot(visit.number), jnp.dtype(self.plan.dtype)
+        return slots.key[slot, keys, :].astype(dtype), slots.value[slot, keys, :].astype(dtype)
 
     def begin_visit(self, tables: Sequence[jax.Ref], visit: TileVisit, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
         """In a kernel, at the start of each visit: starts the copies of the next visit, and those of this one if it is
@@ -107,7 +111,8 @@ class PageCopies:
         pl.when(v == 0)(lambda: self._start(tables, v, pages, slots))
         pl.when(self.order.visit_follows(tables, v))(lambda: self._start(tables, v + 1, pages, slots))
         self._wait(slots, _slot(v))
-        self._zero_past_end(self._keys(tables, v, pages)[2], slots, _slot(v))
+        if self.plan.cache_dtype is None:
+            self._zero_past_end(self._keys(tables, v, pages)[2], slots, _slot(v))
 
     def _keys(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(batch entry of visit v, first key of its tile, how many keys of the tile exist); an idle visit has all keys of its tile."""
@@ -201,6 +206,35 @@ class PageCopies:
             taken = into.at[piece.slot, self._at(piece.in_tile)]
             found.append(pltpu.make_async_copy(given, taken, slots.arrived.at[piece.slot, which]))
         return found
+
+
+def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.Array, jax.Array] | None:
+    """(scales of the keys, scales of the values) of each column of a quantised plan with joined heads, float32 [B, 1, columns]: 0 where
+    no key exists, and for as many columns as whole tiles have. None for other plans.
+
+    tile   columns of a tile
+    """
+    if operands.scales is None or operands.pages is None or operands.lengths is None:
+        return None
+    pages, end = operands.pages, operands.lengths.key
+    assert end is not None
+    exists = jnp.arange(plan.kv_len, dtype=jnp.int32) < end[:, None]
+
+    def of_columns(scale: jax.Array) -> jax.Array:
+        """The scales of all columns, from those of heads [M] or of pages and heads [P, M]."""
+        inside = (pages >= 0) & (pages < operands.key.shape[0])
+        heads = scale.shape[-1]
+        of_head = jnp.arange(plan.page, dtype=jnp.int32) % heads == jnp.arange(heads, dtype=jnp.int32)[:, None]
+        if scale.ndim == 1:
+            by_page = jnp.broadcast_to(scale, (*pages.shape, heads))
+        else:
+            by_page = scale[jnp.where(inside, pages, 0)]
+        # A product, because XLA would store the scales of each token apart, heads padded to 128 lanes. It is exact: one factor is 1.
+        by_column = jnp.einsum("bnm,mc->bnc", by_page, of_head.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        found = jnp.where(exists, by_column.reshape(exists.shape), 0.0)
+        return jnp.pad(found, ((0, 0), (0, -plan.kv_len % tile)))[:, None]
+
+    return of_columns(operands.scales[0]), of_columns(operands.scales[1])
 
 
 def _slot(visit: jax.Array | int) -> jax.Array:

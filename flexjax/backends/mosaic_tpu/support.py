@@ -173,16 +173,19 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
 
 
 def _page_refusal(plan: KernelPlan) -> str | None:
-    """The sentence that says why the kernel cannot read the pages of a plan, None if it can: quantised pages, pages that
-    XLA stores in another form than the kernel reads, or more page numbers than fit SMEM.
+    """The sentence that says why the kernel cannot read the pages of a plan, None if it can: pages that XLA stores in another form
+    than the kernel reads or copies, or more page numbers than fit SMEM.
 
     The kernel reads a page [page, M, D] as [page * M, D], which has to be the same memory. For other dtypes, head dims and numbers
     of heads XLA stores the two shapes differently, and would copy the whole pool at each call.
     """
-    if plan.cache_dtype is not None:
-        return f"mosaic_tpu does not take quantised pages; this cache is {plan.cache_dtype}."
-    dims, heads = (plan.head_dim, plan.value_dim), plan.kv_heads
-    whole = heads % 8 == 0 or (heads == 1 and plan.dtype == "bfloat16")
+    dims, heads, bytes_ = (plan.head_dim, plan.value_dim), plan.kv_heads, plan.cache_dtype is not None
+    if bytes_ and (heads == 2 or plan.page * heads % 32):
+        return (
+            "mosaic_tpu reads quantised pages in place where key heads are not 2, and tokens of a page times key heads a multiple of 32; "
+            f"this cache has {heads} key heads and pages of {plan.page} tokens."
+        )
+    whole = heads % 8 == 0 or (heads == 1 and (bytes_ or plan.dtype == "bfloat16"))
     if any(dim % vmem.LANES for dim in dims) or not (whole or (set(dims) == {vmem.LANES} and heads in (1, 2, 4))):
         return (
             "mosaic_tpu reads pages in place where head dims are multiples of 128 and the key heads a multiple of 8, and for head dims "

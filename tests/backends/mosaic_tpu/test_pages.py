@@ -140,6 +140,37 @@ def test_bfloat16_and_ragged_queries() -> None:
     assert not np.any(np.float32(out[ends[-1] :]))
 
 
+QUANTISED = [("int8", "float32", False, 1), ("float8_e4m3fn", "bfloat16", False, 3), ("int8", "bfloat16", True, 40)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stored", "dtype", "given", "queries"), QUANTISED)
+def test_quantised_pages(stored: str, dtype: str, given: bool, queries: int) -> None:
+    """With scales by page and head, NaN for free pages, or given ones; NaN in the slots of float8 pages that hold no token; bits of a
+    request alone and among others.
+    """
+    heads, page, lengths = 4, 8, np.asarray([150, 0, 21], np.int32)
+    scales = (jnp.full(heads, 0.04), jnp.full(heads, 0.03)) if given else None
+    table, _ = paged.allocate(paged.table(3, 20, 40, page), lengths)
+    empty = paged.empty(40, page, heads, D, dtype=stored, scales=scales)
+    if stored != "int8":
+        hole = jnp.full_like(empty.key, jnp.nan)
+        empty = dataclasses.replace(empty, key=hole, value=hole)
+    tokens = draw(0, 3, 150, heads, D), draw(1, 3, 150, heads, D)
+    cache, table = quick_jit(paged.append)(empty, table, *tokens, query_seq_lengths=lengths)
+    q = draw(2, 3, queries, N, D).astype(dtype)
+    want = definition(q.astype("float32"), cache, table, score_mod=by_request)
+    if not given:
+        free = (table.uses == 0)[:, None]
+        spoilt = (jnp.where(free, jnp.nan, x) for x in (cache.key_scales, cache.value_scales))
+        cache = paged.PagedCache(cache.key, cache.value, *spoilt)
+    attend = on_kernel(score_mod=by_request, block_kv=64)
+    got = attend(q, cache, table)
+    assert_same(got, want, 2e-5 if dtype == "float32" else 0.03)
+    alone = dataclasses.replace(table, pages=table.pages[:1], lengths=table.lengths[:1])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), got, attend(q[:1], cache, alone))
+
+
 def test_bits_of_a_request_are_its_own() -> None:
     """Whatever the others, the page numbers, and what the rest of the pool holds. Lengths 0, 1, and around a page; an evicted page is
     hidden, one that is visible reads as zeros.
@@ -196,10 +227,17 @@ IN_PLACE = (
     "mosaic_tpu reads pages in place where head dims are multiples of 128 and the key heads a multiple of 8, and for head dims "
     "of 128 also where they are 1, 2 or 4; this cache has {} key heads, and head dims of {} and {}."
 )
+BYTES_IN_PLACE = (
+    "mosaic_tpu reads quantised pages in place where key heads are not 2, and tokens of a page times key heads a multiple of 32; this cache "
+    "has {} key heads and pages of {} tokens."
+)
 REFUSED: dict[str, tuple[dict[str, typing.Any], str | None]] = {
     "taken": ({}, None),
     "one head": ({"kv_heads": 1, "head_dim": 256}, None),
-    "quantised": ({"cache_dtype": "int8"}, "mosaic_tpu does not take quantised pages; this cache is int8."),
+    "quantised": ({"cache_dtype": "int8"}, None),
+    "quantised, one head": ({"cache_dtype": "int8", "kv_heads": 1, "page": 32, "dtype": "float32"}, None),
+    "quantised, two heads": ({"cache_dtype": "float8_e4m3fn", "kv_heads": 2}, BYTES_IN_PLACE.format(2, 16)),
+    "quantised, short pages": ({"cache_dtype": "int8", "kv_heads": 1}, BYTES_IN_PLACE.format(1, 16)),
     "head dim": ({"value_dim": 64}, IN_PLACE.format(8, 128, 64)),
     "heads": ({"kv_heads": 4, "head_dim": 256}, IN_PLACE.format(4, 256, 128)),
     "table": (
