@@ -97,6 +97,8 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
     read = _bytes(plan, seen)
     if items == 0:
         return lines
+    if run.target.capability not in (None, "9.0"):
+        return [*lines, _bytes_text(read)]  # READ_RATE is that of an H200
     rounds = math.ceil(items / min(items, programs))
     seconds = rounds * (read / items) * programs / READ_RATE + MERGE_TIME
     return [
@@ -106,11 +108,15 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
 
 
 def _decode_kernel(run: Run) -> tuple[int, int] | None:
-    """(keys of a work item, CTAs of a full grid) where the decode kernel for Hopper runs the forward pass; None elsewhere."""
+    """(keys of a work item, CTAs of a full grid) where a decode kernel runs the forward pass; None elsewhere."""
     if run.backend.name != "mosaic_gpu":
         return None
     from flexjax.backends.mosaic_gpu import choose_kernel
 
+    card = choose_kernel.mma_card(run.target, run.plan.options)
+    if card is not None:
+        made = choose_kernel.mma_decode_kernel(run.plan, card)
+        return None if made is None else (made.chunk, (run.target.cores or made.programs) * made.resident_ctas(card))
     tile = choose_kernel.decode_kernel(run.plan)
     return None if tile is None else (tile.chunk, tile.programs)
 

@@ -158,7 +158,7 @@ def test_few_dependencies(name: str):
     """At import time: the standard library, jax and numpy."""
     extras = {"matplotlib"} if room(name) in ("bench", "block_mask", "masks", "mods", "explain", "visualize") else set()
     if room(name) == "bench":  # peers, imported where they are measured; ml_dtypes comes with jax
-        extras |= {"torch", "tokamax", "ml_dtypes"}
+        extras |= {"torch", "tokamax", "dew_flash_attn", "ml_dtypes"}
     if (
         name == "flexjax.nn.equinox_adapter"
     ):  # a subclass of equinox's; flexjax.nn imports this file when it is asked for

@@ -1,12 +1,13 @@
 """The decode kernel on mma.sync (compute capability 8.0 to 8.9 and 12.x; on 9.0 where the call asks): operands, launch, results.
 
 Work items, chunks of keys, packed rows and the merge of partial results are those of the kernel for Hopper (decode_sm90.py). A CTA is
-one warpgroup that copies and computes (decode_sm80_consumer.py), and an SM holds two of them where its shared memory allows.
+one warpgroup that copies and computes (decode_sm80_consumer.py, for 8-bit caches decode_sm80_byte_consumer.py), and an SM holds two of them where its shared memory allows.
 decode_sm80_tiles.py has the configuration.
 """
 
 import jax
 
+from flexjax.backends.mosaic_gpu.decode_sm80_byte_consumer import MmaByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_consumer import MmaDecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile, mma_decode_scratch
 from flexjax.backends.mosaic_gpu.decode_sm90 import merged, partial_results, prepared
@@ -29,7 +30,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
 
     def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: MmaDecodeScratch[Ref]) -> None:
         """The decode kernel, in the only warpgroup of a CTA."""
-        MmaDecodeConsumer(setup, inputs, outputs, tile, scratch, copies).run()
+        consumer = MmaByteConsumer if tile.transposed else MmaDecodeConsumer
+        consumer(setup, inputs, outputs, tile, scratch, copies).run()
 
     results: DecodeOutputs[jax.Array] = launch(
         kernel,

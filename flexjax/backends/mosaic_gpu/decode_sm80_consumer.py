@@ -31,6 +31,7 @@ from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
+from flexjax.backends.mosaic_gpu.forward_setup import present
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
 from flexjax.backends.mosaic_gpu.online_softmax import State
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
@@ -74,11 +75,11 @@ class MmaDecodeConsumer(ItemConsumer):
 
         def compute_item(turn: Scalar, _: None) -> None:
             """Computes one work item."""
-            self._compute_item(items.item(work, turn))
+            self.compute_item(items.item(work, turn))
 
         lax.fori_loop(i32(0), items.turns(work), compute_item, None)
 
-    def _compute_item(self, item: DecodeItem) -> None:
+    def compute_item(self, item: DecodeItem) -> None:
         """Runs the steps of a work item and writes its partial result. An item without steps, of a batch entry that sees no key, copies
         nothing.
         """
@@ -113,16 +114,9 @@ class MmaDecodeConsumer(ItemConsumer):
 
         Returns (`out` plus P V of every step relative to the reference of its row, softmax state).
         """
-        stages, scratch = self.tile.stages, self.scratch
-        tiles = tuple(self._key_tile(item, i32(n)) for n in range(stages + 1))
-        self.copies.sync()  # all have read the tiles of the item before
-        self._copy_queries(item)
-        self._copy(item, i32(0), tiles[0], "key")
-        for n in range(1, stages):
-            self._copy(item, i32(n - 1), tiles[n - 1], "value")
-            self._copy(item, i32(n), tiles[n], "key")
-        if scratch.query_full is not None:
-            plgpu.barrier_wait(scratch.query_full.at[0])
+        tiles = self.begin(item)
+        if self.scratch.query_full is not None:
+            plgpu.barrier_wait(self.scratch.query_full.at[0])
         step = functools.partial(self._step, item, programs)
         return lax.fori_loop(i32(0), item.total, step, (tiles, out, self.setup.softmax.start))[1:]
 
@@ -135,13 +129,11 @@ class MmaDecodeConsumer(ItemConsumer):
         setup, tile, scratch = self.setup, self.tile, self.scratch
         tiles, out, state = carry
         here, slot = tiles[0], slot_of(n, tile.stages)
-        following = self._key_tile(item, n + tile.stages + 1)
+        following = self.key_tile(item, n + tile.stages + 1)
         programs = programs.at_columns(here.start)
-        self._meet(scratch.key_full, slot)
-        self._copy(item, n + tile.stages - 1, tiles[-2], "value")
-        s = product_transposed(scratch.query, scratch.key.at[slot], setup.interpret)
-        self._meet(scratch.value_full, slot)
-        self._copy(item, n + tile.stages, tiles[-1], "key")
+        self.next_values(item, n, tiles)
+        s = product_transposed(present(scratch.query), scratch.key.at[slot], setup.interpret)
+        self.next_keys(item, n, tiles)
         scores = scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret)
         scores = self.masked(scores, programs.mask, here.number, here.start, item.end)
         p, rescale, state = setup.softmax.step(scores, state)
@@ -153,16 +145,48 @@ class MmaDecodeConsumer(ItemConsumer):
         out = add_product(out, p.astype(setup.plan.dtype), values, setup.interpret)
         return (*tiles[1:], following), out, state
 
-    def _meet(self, full: Ref | None, slot: Scalar) -> None:
-        """Waits until the tile in this slot has arrived, for all threads, and all have read the tile before it in that ring.
+    # ----------------------------------------------------------------- copies
+
+    def begin(self, item: DecodeItem) -> tuple[KeyTile, ...]:
+        """Begins the copies of an item that has steps: of the packed queries, and of as many tiles as the rings hold. Returns the tiles of
+        its first steps, `stages` and one more.
+        """
+        stages = self.tile.stages
+        tiles = tuple(self.key_tile(item, i32(n)) for n in range(stages + 1))
+        self.copies.sync()  # all have read the tiles of the item before
+        if self.scratch.query is not None:
+            self._copy_queries(item, self.scratch.query)
+        self._copy(item, i32(0), tiles[0], "key")
+        for n in range(1, stages):
+            self._copy(item, i32(n - 1), tiles[n - 1], "value")
+            self._copy(item, i32(n), tiles[n], "key")
+        return tiles
+
+    def next_values(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
+        """Waits for the keys of step n, and begins to copy values into the slot that step n - 1 has read.
+
+        tiles   of step n and the next `stages`
+        """
+        self._meet(self.scratch.key_full, n)
+        self._copy(item, n + self.tile.stages - 1, tiles[-2], "value")
+
+    def next_keys(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
+        """Waits for the values of step n, and begins to copy keys into the slot that step n has read.
+
+        tiles   of step n and the next `stages`
+        """
+        self._meet(self.scratch.value_full, n)
+        self._copy(item, n + self.tile.stages, tiles[-1], "key")
+
+    def _meet(self, full: Ref | None, n: Scalar) -> None:
+        """Waits until the tile of step n has arrived, for all threads, and all have read the tile before it in that ring.
 
         full   the barriers of the ring; None with cp.async
         """
-        self.copies.wait(None if full is None else full.at[slot], 2 * self.tile.stages - 2)
+        stages = self.tile.stages
+        self.copies.wait(None if full is None else full.at[slot_of(n, stages)], 2 * stages - 2)
 
-    # ----------------------------------------------------------------- copies
-
-    def _key_tile(self, item: DecodeItem, n: Scalar) -> KeyTile:
+    def key_tile(self, item: DecodeItem, n: Scalar) -> KeyTile:
         """The key tile of step n of the item; that of the last step for a step past it."""
         setup, tile = self.setup, self.tile
         n = lax.max(lax.min(n, item.total - 1), i32(0))
@@ -174,11 +198,14 @@ class MmaDecodeConsumer(ItemConsumer):
         parts = (lax.div(start + i32(m * tile.page_rows), i32(setup.page)) for m in range(tile.copies))
         return KeyTile(number, start, tuple(self.inputs.pages[item.b, lax.min(part, most)] for part in parts))
 
-    def _copy_queries(self, item: DecodeItem) -> None:
-        """Begins to copy the packed queries of the item, as a part of the first group; rows past the last become zeros."""
+    def _copy_queries(self, item: DecodeItem, target: Ref) -> None:
+        """Begins to copy the packed queries of the item, as a part of the first group; rows past the last become zeros.
+
+        target   [ROWS, D] in shared memory
+        """
         source = self.inputs.query.at[item.b, item.kv_head, pl.ds(item.total * 0, ROWS)]
         arrived = None if self.scratch.query_full is None else self.scratch.query_full.at[0]
-        self.copies.start(source, self.scratch.query, arrived, i32(self.tile.used_rows))
+        self.copies.start(source, target, arrived, i32(self.tile.used_rows))
 
     def _copy(self, item: DecodeItem, n: Scalar, tile: KeyTile, ring: str) -> None:
         """Begins to copy the keys or values of step n, as a group; an empty one where the item has no step n.

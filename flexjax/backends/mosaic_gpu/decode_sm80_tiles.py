@@ -12,14 +12,17 @@ import dataclasses
 import math
 import typing
 
+from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.backends.mosaic_gpu import decode_tiles
-from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, ROWS, TILE_BYTES, DecodeTile
+from flexjax.backends.mosaic_gpu.decode_tiles import BYTE_PIECE, COPY_ROWS, MOST_SUMS, ROWS, TILE_BYTES, DecodeTile
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import mma_dim
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, scratch_bytes
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, scratch_bytes
 from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, ring_barriers
 from flexjax.plan.kernel_plan import KernelPlan
 
 MOST_STAGES = 4
+WARPS = 4
+"""Of a warpgroup."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,11 @@ class MmaDecodeTile(DecodeTile):
         """Lengths of keys and values in memory are multiples of this many rows; cp.async reads arrays of any length."""
         return COPY_ROWS if self.copying == "tma" else 1
 
+    @property
+    def stored_rows(self) -> int:
+        """Packed rows of each head in global memory: those that threads read, or those that exist."""
+        return self.columns if self.transposed else super().stored_rows
+
     def resident_ctas(self, card: Card) -> int:
         """How many CTAs an SM of the card holds; 0 where one does not fit."""
         return card.ctas(scratch_bytes(mma_decode_scratch(self)), WARPGROUP)
@@ -49,14 +57,18 @@ class MmaDecodeTile(DecodeTile):
 class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the decode kernel on mma.sync, for head dims D and E.
 
-    query        [ROWS, D], the packed queries
-    key, value   [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles
-    *_full       the barriers at which TMA's copies arrive, one for each slot; None with cp.async
+    query         [ROWS, D], the packed queries; None where the tile is `transposed`, which reads them from global memory
+    key, value    [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles
+    other         [4, used_rows, E] float32, what each warp has summed; None where the tile is not `transposed`
+    other_stats   [4, 2, columns] float32, its references and its sums of exponentials; None likewise
+    *_full        the barriers at which TMA's copies arrive, one for each slot; None with cp.async
     """
 
-    query: Part
+    query: Part | None
     key: Part
     value: Part
+    other: Part | None
+    other_stats: Part | None
     query_full: Part | None
     key_full: Part | None
     value_full: Part | None
@@ -65,14 +77,17 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecodeScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype   of queries, keys and values, two bytes
+    dtype   of the products, two bytes
     """
     ring = None if tile.copying == "cp.async" else Barriers(tile.stages, arrivals=tile.copies)
+    stored, straight = dtype if tile.stored is None else "int8", tile.transposed
     return MmaDecodeScratch(
-        query=SwizzledTiles((ROWS, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
-        query_full=ring_barriers(tile.copying, 1, tile.groups),
+        query=None if straight else SwizzledTiles((ROWS, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), stored),
+        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), stored),
+        other=PlainArray((WARPS, tile.used_rows, tile.value_dim), "float32") if straight else None,
+        other_stats=PlainArray((WARPS, 2, tile.columns), "float32") if straight else None,
+        query_full=None if straight else ring_barriers(tile.copying, 1, tile.groups),
         key_full=ring,
         value_full=ring,
     )
@@ -84,12 +99,22 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
 def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
     """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can."""
     reason = decode_tiles.refuses_call(plan)
-    if reason is None and plan.cache_dtype is not None:
-        return f"On mma.sync it takes no quantised caches, here {plan.cache_dtype}."
-    if reason is None and not _candidates(plan, card):
-        dims = f"head dims {plan.head_dim} and {plan.value_dim}"
-        return f"Its tiles of {plan.dtype} with {dims} do not fit the shared memory of compute capability {card.capability}."
-    return reason
+    if reason is not None:
+        return reason
+    found, dims = _candidates(plan, card), f"head dims {plan.head_dim} and {plan.value_dim}"
+    if not found:
+        stored = plan.cache_dtype or plan.dtype
+        return (
+            f"Its tiles of {stored} with {dims} do not fit the shared memory of compute capability {card.capability}."
+        )
+    if plan.cache_dtype is not None and may_be_large_product(plan.score):
+        return "On mma.sync it takes no quantised caches with a score_mod of large products."
+    if plan.cache_dtype is not None and not found[0].transposed:
+        return (
+            f"On mma.sync it takes quantised caches of head dims that are multiples of {BYTE_PIECE}, and at most {MOST_SUMS} packed rows "
+            f"times value dim; here {dims} and {found[0].used_rows} rows."
+        )
+    return None
 
 
 def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
@@ -105,10 +130,11 @@ def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
     larger tiles and the longer rings.
     """
     head_dim, value_dim = mma_dim(plan.head_dim), mma_dim(plan.value_dim)
-    rows, page = plan.q_len * plan.group, plan.page
+    rows, page, stored = plan.q_len * plan.group, plan.page, plan.cache_dtype
+    item_bytes = 2 if stored is None else 1
     found: list[MmaDecodeTile] = []
-    for block_kv in (128, 64, 32):
-        if block_kv == 128 and block_kv * (head_dim + value_dim) * 2 > TILE_BYTES:
+    for block_kv in (128, 64, 32) if stored is None else (128, 64):  # of bytes each warp has 16 of every 64 keys
+        if block_kv == 128 and block_kv * (head_dim + value_dim) * item_bytes > TILE_BYTES:
             continue
         for stages in range(MOST_STAGES, 0, -1):
             tile = MmaDecodeTile(
@@ -120,7 +146,9 @@ def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
                 head_dim=head_dim,
                 value_dim=value_dim,
                 page_rows=math.gcd(page, block_kv) if page else block_kv,
+                stored=stored,
                 lazy_rescale=not plan.max_scores,
+                straight=not may_be_large_product(plan.score),
                 copying=card.copying,
             )
             if tile.resident_ctas(card):

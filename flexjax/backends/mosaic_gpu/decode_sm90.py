@@ -24,7 +24,6 @@ from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch, pad
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.ir.fold_heads import fold_heads
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
@@ -146,7 +145,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
     the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
     """
     plan, tile, page = setup.plan, setup.tile, setup.page
-    rows = tile.used_rows if tile.used_rows <= 8 else round_up(tile.used_rows, 8)
+    rows = tile.stored_rows
     stored, layout, key, value = setup.items.stored_keys, plan.layout, operands.key, operands.value
     if setup.interpret:
         rows, stored = ROWS, max(stored, tile.block_kv)

@@ -14,26 +14,23 @@ import math
 import typing
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_bytes, kernel_parts, memory, registers
+from flexjax.backends.mosaic_gpu import decode_sm90_bytes, kernel_parts, registers
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.decode_byte_scores import ByteScores
+from flexjax.backends.mosaic_gpu.decode_consumer import Programs
 from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WARPS, WarpSoftmax
-from flexjax.backends.mosaic_gpu.decode_sm90_consumer import FIRST, SECOND, DecodeConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode_sm90_consumer import FIRST, SECOND, DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
-from flexjax.backends.mosaic_gpu.tile_origin import Place
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
-from flexjax.ir.program import Program
+from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
 
 f32 = np.float32
 
 
-class ByteConsumer(DecodeConsumer):
+class ByteConsumer(DecodeConsumer, ByteScores):
     """One consumer warpgroup of a CTA whose key and value slots hold swizzled bytes (`DecodeTile.transposed`)."""
 
     def _compute_item(self, item: DecodeItem, turn: Scalar, first_step: Scalar, group: Scalar) -> None:
@@ -45,7 +42,7 @@ class ByteConsumer(DecodeConsumer):
         """
         setup, tile, scratch, interpret = self.setup, self.setup.tile, self.scratch, self.setup.interpret
         programs = Programs(
-            self._at_item(setup.score, self.inputs.score, item), self._at_item(setup.mask, self.inputs.mask, item)
+            self.at_item(setup.score, self.inputs.score, item), self.at_item(setup.mask, self.inputs.mask, item)
         )
         slot = kernel_parts.slot_of(turn, tile.query_slots)
         plgpu.barrier_wait(scratch.query_full.at[slot])
@@ -90,25 +87,6 @@ class ByteConsumer(DecodeConsumer):
             plgpu.barrier_arrive(scratch.other_free)
             plgpu.commit_smem()  # all threads have read the sums before any of them writes those of the next item
 
-    def _at_item(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
-        """A program of packed rows for the key tiles of an item, whose rows are keys; None for None.
-
-        refs   its captured arrays
-        """
-        if program is None:
-            return None
-        setup, tile = self.setup, self.setup.tile
-        overhangs = setup.items.tiles_may_overhang or tile.columns != tile.used_rows
-        return TileProgram(
-            program,
-            refs,
-            (tile.block_kv, tile.columns),
-            Place(item.b, item.kv_head),
-            row_axis="kv",
-            edge=(setup.plan.kv_len, tile.used_rows) if overhangs else None,
-            interpret=setup.interpret,
-        )
-
     def _byte_step(
         self,
         item: DecodeItem,
@@ -129,68 +107,14 @@ class ByteConsumer(DecodeConsumer):
         slot = kernel_parts.slot_of(first_step + n, tile.stages)
         number = setup.items.tile_number(self.inputs.work, item, n)
         start = setup.items.start(number)
-        key_scale, value_scale = self._row_scales(item, start)
+        key_scale, value_scale = self.row_scales(item, start)
         plgpu.barrier_wait(scratch.key_full.at[slot])
         s = decode_sm90_bytes.byte_scores(scratch.key.at[slot], queries, tile.columns, stored, dtype, interpret)
         self._release(scratch.key_free.at[slot])
-        s = self._final_scores(self._scaled(s, key_scale), programs, item, number, start)
+        s = self.final_scores(self.scaled(s, key_scale), programs, item, number, start)
         weights, factor, state = decode_sm90_bytes.byte_softmax(s, state, setup.large_scores, interpret)
-        weights = self._scaled(weights, value_scale)
+        weights = self.scaled(weights, value_scale)
         plgpu.barrier_wait(scratch.value_full.at[slot])
         out = decode_sm90_bytes.add_byte_values(scratch.value.at[slot], weights, factor, out, stored, dtype, interpret)
         self._release(scratch.value_free.at[slot])
         return out, state
-
-    def _scaled(self, tile: jax.Array, scale: jax.Array | Scalar) -> jax.Array:
-        """The tile with its rows, which are keys, multiplied by their scales.
-
-        scale   row vector, or one scalar for all
-        """
-        return tile * (registers.broadcast_vector(scale, "row", tile.shape) if scale.ndim else scale)
-
-    def _row_scales(self, item: DecodeItem, start: Scalar) -> tuple[jax.Array, jax.Array]:
-        """The scales of the keys and of the values of a tile: row vectors [block_kv] float32, or scalars.
-
-        start   first key of the tile
-        """
-        assert self.inputs.scales is not None
-        setup, keys = self.setup, self.setup.tile.block_kv
-
-        def found(scale: Ref) -> jax.Array:
-            """Those of one of the two."""
-            if len(scale.shape) == 1:
-                return scale[item.kv_head]
-            token = registers.row_iota(keys) + start
-            page = jnp.minimum(lax.div(token, jnp.full_like(token, setup.page)), np.int32(scale.shape[1] - 1))
-            at = (item.b, page, item.kv_head)
-            return memory.gather(scale, at, (False, True, False), "row", (keys,), setup.interpret)
-
-        key, value = map(found, self.inputs.scales)
-        return key, value
-
-    def _final_scores(
-        self, s: jax.Array, programs: Programs, item: DecodeItem, number: Scalar, start: Scalar
-    ) -> jax.Array:
-        """The scores after score_mod in the unit of references, [block_kv, columns] float32, -inf where the mask hides them, past the end of the keys, and, in a
-        tile that begins earlier than its number says, before that.
-
-        s        K Q^T with the scales of keys
-        number   of the key tile
-        start    first key in its slot
-        """
-        setup, keys = self.setup, self.setup.tile.block_kv
-        score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs)
-        if score is None:
-            s = s * f32(setup.plan.scale * LOG2E)
-        else:
-            s = score.tile(s, setup.plan.scale)[0]
-            s = s if setup.large_scores else s * f32(LOG2E)
-        if mask is not None:
-            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
-        if setup.items.has_limits:
-            row = registers.row_iota(keys)
-            inside = row < item.end - start
-            if setup.items.stored_keys % keys and setup.items.stored_keys > keys:
-                inside = inside & (row >= number * keys - start)
-            s = jnp.where(registers.broadcast_vector(inside, "row", s.shape), s, f32(-math.inf))
-        return s

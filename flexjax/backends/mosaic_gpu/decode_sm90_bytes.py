@@ -42,7 +42,8 @@ class MlirOps:
     """`decode_fragments.Ops` that emits instructions for one thread, inside `inline_mgpu`; the protocol says what each method computes."""
 
     def __init__(self) -> None:
-        """Finds the thread."""
+        """Finds the thread, and whether two bfloat16 have no sum and product but those of an FMA: before compute capability 9.0."""
+        self.fused = mgpu_utils.get_arch().major < 9  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         self.i32 = ir.IntegerType.get_signless(32)
         self.f32 = ir.F32Type.get()
         self.thread = arith.remui(mgpu_utils.thread_idx(), self.const(THREADS))
@@ -88,11 +89,15 @@ class MlirOps:
         return self._ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", x, self._word(y))
 
     def subtracted(self, x: ir.Value, y: ir.Value | int, dtype: str) -> ir.Value:
-        """x - y for two numbers each."""
+        """x - y for two numbers each. As an FMA it is y * -1 + x, which rounds the same."""
+        if self.fused and dtype == "bfloat16":
+            return self._ptx("fma.rn.bf16x2 $0, $1, $2, $3;", self._word(y), self.const(0xBF80BF80), x)
         return self._ptx(f"sub.rn.{_pair(dtype)} $0, $1, $2;", x, self._word(y))
 
     def multiplied(self, x: ir.Value, y: int, dtype: str) -> ir.Value:
-        """x * y for two numbers each."""
+        """x * y for two numbers each. As an FMA it is x * y - 0, which rounds the same."""
+        if self.fused and dtype == "bfloat16":
+            return self._ptx("fma.rn.bf16x2 $0, $1, $2, $3;", x, self._word(y), self.const(0x80008000))
         return self._ptx(f"mul.rn.{_pair(dtype)} $0, $1, $2;", x, self._word(y))
 
     def packed(self, low: ir.Value, high: ir.Value, dtype: str) -> ir.Value:

@@ -122,6 +122,11 @@ class DecodeTile:
         return self.columns if self.transposed else ROWS
 
     @property
+    def stored_rows(self) -> int:
+        """Packed rows of each head in global memory."""
+        return self.used_rows if self.used_rows <= 8 else self.columns
+
+    @property
     def tiles_of_chunk(self) -> int:
         """Key tiles of a chunk."""
         return self.chunk // self.block_kv

@@ -145,22 +145,23 @@ class Copies:
 def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
     """Copies a tile by cp.async, in all threads of this warpgroup.
 
-    source, target   [rows, D] of 16-bit elements in global and in shared memory, D a multiple of 16
+    source, target   [rows, D] of elements of 8 or 16 bits in global and in shared memory, rows of a multiple of 32 bytes
     rows             how many rows exist; others become zeros without being read. None: all
     """
-    height, width = target.shape
-    swizzle = swizzle_bytes(width, 2)
+    height, item = target.shape[0], target.dtype.itemsize
+    width = target.shape[1] * item  # bytes of a row
+    swizzle = swizzle_bytes(width, 1)
     tile = 8 * swizzle  # bytes of a swizzled piece, 8 rows of `swizzle` bytes
     chunks = swizzle // CHUNK
     step = WARPGROUP // chunks  # rows that the warpgroup copies at once, a multiple of 8
-    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
+    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
 
     def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
         """Emits the copies of one thread: one chunk of every `step`-th row, in each piece of `swizzle` bytes of a row."""
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda n: mgpu.c(n, i32)
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        pitch = strides[0] * 2
+        pitch = strides[0] * item
         thread = arith.andi(mgpu.utils.thread_idx(), constant(WARPGROUP - 1))
         row = arith.divui(thread, constant(chunks))
         chunk = arith.remui(thread, constant(chunks))
@@ -168,7 +169,7 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
         shift = {128: 0, 64: 1, 32: 2}[swizzle]
         turned = arith.xori(chunk, arith.shrui(inner, constant(shift)))
         to = arith.addi(
-            arith.muli(arith.shrui(row, constant(3)), constant(16 * width)),
+            arith.muli(arith.shrui(row, constant(3)), constant(8 * width)),
             arith.addi(arith.muli(inner, constant(swizzle)), arith.muli(turned, constant(CHUNK))),
         )
         of = arith.addi(arith.muli(row, constant(pitch)), arith.muli(chunk, constant(CHUNK)))
@@ -184,9 +185,9 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
                 if limit:
                     exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, constant(first)), scalar_of(limit[0]))
                     size = arith.select(exists, constant(CHUNK), constant(0))
-                for piece in range(width * 2 // swizzle):
+                for piece in range(width // swizzle):
                     nvvm.cp_async_shared_global(
-                        mgpu.utils.getelementptr(shared, [first // 8 * 16 * width + piece * tile], i8),
+                        mgpu.utils.getelementptr(shared, [first // 8 * 8 * width + piece * tile], i8),
                         mgpu.utils.getelementptr(outer, [first * pitch + piece * swizzle], i8),
                         CHUNK,
                         nvvm.LoadCacheModifierKind.CG,

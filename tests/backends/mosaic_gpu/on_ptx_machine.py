@@ -1,8 +1,8 @@
 """Kernels for compute capability 8.x on the machine of ptx_machine.py: the launch of a kernel, compiled and executed on the CPU.
 
-    python -m tests.backends.mosaic_gpu.on_ptx_machine [--ORDER,ARRIVAL] NAME ...     problems of tests/cases/hopper_forward.py, a line for each
+    python -m tests.backends.mosaic_gpu.on_ptx_machine [--ORDER,ARRIVAL] NAME ...     a line for each; all problems by default
 
-To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
+NAME is a problem of tests/cases/hopper_forward.py, or "decode " and one of test_decode.py or of PAGES, which run the decode kernel. To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
 `kernel_parts.launch`.
 """
 
@@ -100,7 +100,9 @@ def execute(*modules: typing.Any, how: Execution) -> Iterator[list[str]]:
 
 
 def outcome(name: str, how: Execution) -> str:
-    """Runs a problem of the forward table; a line that begins with ok or FAIL."""
+    """Runs a problem; a line that begins with ok or FAIL."""
+    if name.startswith(DECODE):
+        return decode_outcome(name.removeprefix(DECODE), how)
 
     from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
     from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
@@ -118,6 +120,44 @@ def outcome(name: str, how: Execution) -> str:
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"
     return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
+
+
+DECODE = "decode "
+PAGES: dict[str, dict[str, typing.Any]] = {
+    "lengths": {},
+    "pages of 16": {"page": 16},
+    "pages of 8, int8": {"page": 8, "stored": "int8", "dim": 128},
+    "pages of 48, float8 and float16": {"page": 48, "stored": "float8_e4m3fn", "dim": 128, "dtype": "float16"},
+}
+"""Fields for `test_decode.ragged`."""
+
+
+def decode_outcome(name: str, how: Execution) -> str:
+    """Runs a problem of the decode kernel; a line that begins with ok or FAIL. Those of PAGES are compared with the simulator."""
+    from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
+    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from tests.backends.mosaic_gpu import test_decode
+    from tests.cases.on_hopper import assert_results_close
+
+    start, card = time.time(), CARDS[compile_card.CARDS[CARD].capability]
+    problems = {**test_decode.SIMULATED, **test_decode.SLOW}
+    made = None if name in PAGES else test_decode.problem(problems[name])
+    simulated, operands = test_decode.ragged([2, 1, 0], 240, **PAGES[name]) if made is None else made[:2]
+    plan = dataclasses.replace(simulated, options=dataclasses.replace(simulated.options, interpret=False))
+    tile = dataclasses.replace(decode_sm80_tiles.mma_decode_tile(plan, card), programs=3, chunk=128)
+    device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
+    try:
+        with execute(decode_sm80, how=how), targets.as_seen_by_pallas(device):
+            got = decode_sm80.forward(plan, operands, tile)
+        if made is not None:
+            assert_results_close(made, got)
+        else:
+            want = decode_sm80.forward(simulated, operands, tile)
+            for x, y in zip((got.out, got.lse), (want.out, want.lse), strict=True):
+                np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-2, atol=2e-3)
+    except AssertionError as error:
+        return f"FAIL {DECODE}{name}: {str(error)[:600]}"
+    return f"ok {DECODE}{name} {tile.used_rows} x {tile.block_kv} {time.time() - start:.1f} s"
 
 
 def main(arguments: list[str], outcome: Callable[[str, Execution], str], problems: Iterable[str]) -> int:
@@ -139,6 +179,8 @@ def main(arguments: list[str], outcome: Callable[[str, Execution], str], problem
 
 
 if __name__ == "__main__":
+    from tests.backends.mosaic_gpu import test_decode
     from tests.cases.hopper_forward import FORWARD
 
-    sys.exit(main(sys.argv[1:], outcome, FORWARD))
+    DECODES = [DECODE + name for name in (*test_decode.SIMULATED, *test_decode.SLOW, *PAGES)]
+    sys.exit(main(sys.argv[1:], outcome, [*FORWARD, *DECODES]))

@@ -340,6 +340,8 @@ class Cta:
         elif name[-1] == "f32" and name[0] in BINARY:
             a, b = (self.get(x, np.float32) for x in operands[1:3])
             self.set(operands[0], BINARY[name[0]](name, a, b))
+        elif name[-1] in ("bf16x2", "f16x2") and name[0] in BINARY:
+            self._halves(name[-1], lambda a, b: BINARY[name[0]](name, a, b), *operands)
         else:
             self._integer(name, operands)
 
@@ -382,8 +384,34 @@ class Cta:
         self.set(operands[0], operations[name[0]](*values).astype(dtype))
 
     def _fma(self, name: tuple[str, ...], target: str, *operands: str) -> None:
+        if name[-1] in ("bf16x2", "f16x2"):
+            self._halves(name[-1], lambda a, b, c: a * b + c, target, *operands)
+            return
         a, b, c = (self.get(x, np.float32).astype(np.float64) for x in operands)
         self.set(target, (a * b + c).astype(np.float32))
+
+    def _halves(self, kind: str, operation: Callable[..., Vector], target: str, *operands: str) -> None:
+        """Arithmetic on two numbers of 16 bits in 32, rounded once."""
+        found = np.zeros(self.threads, np.uint32)
+        for shift in (np.uint32(0), np.uint32(16)):
+            parts = [_wide((self.get(x) >> shift).astype(np.uint16), kind).astype(np.float64) for x in operands]
+            found |= _narrow(operation(*parts).astype(np.float32), kind).astype(np.uint32) << shift
+        self.set(target, found)
+
+    def _prmt(self, name: tuple[str, ...], target: str, low: str, high: str, selector: str) -> None:
+        both = self.get(low).astype(np.uint64) | self.get(high).astype(np.uint64) << np.uint64(32)
+        chosen, found = self.get(selector), np.zeros(self.threads, np.uint32)
+        for n in range(4):
+            nibble = chosen >> np.uint32(4 * n) & np.uint32(15)
+            assert (nibble < 8).all(), "prmt that copies signs"
+            byte = (both >> (nibble.astype(np.uint64) * np.uint64(8))).astype(np.uint32) & np.uint32(255)
+            found |= byte << np.uint32(8 * n)
+        self.set(target, found)
+
+    def _movmatrix(self, name: tuple[str, ...], target: str, source: str) -> None:
+        warps = self._warps()
+        rows = np.ascontiguousarray(self.get(source).reshape(-1, WARP)[warps]).view(np.uint16).reshape(-1, 8, 8)
+        self._spread(target, np.ascontiguousarray(rows.swapaxes(1, 2)).view(np.uint32).reshape(-1, WARP), warps)
 
     def _mov(self, name: tuple[str, ...], target: str, source: str) -> None:
         if source.startswith("{"):

@@ -344,29 +344,39 @@ KEYS = np.array([200, 0, 137], np.int32)
 """Lengths of three batch entries."""
 
 
-def ragged(entries: list[int], buffer: int, page: int = 0) -> tuple[KernelPlan, typing.Any]:
+def ragged(
+    entries: list[int], buffer: int, page: int = 0, stored: str | None = None, **fields: typing.Any
+) -> tuple[KernelPlan, typing.Any]:
     """Some of three batch entries of two queries, the last of which has one, in a buffer of that length that holds NaN where
     nothing is stored. In pages they lie in any order, and the table has numbers of no page past the lengths.
+
+    stored   dtype of a quantised cache in pages, whose scales are NaN for pages past the lengths
     """
-    made = problem({"q_len": 2, "batch": 3, "kv_len": 240, "score": relative, "seed": 5})
-    plan = dataclasses.replace(problem({"q_len": 2, "kv_len": buffer, "score": relative}).plan, lengths=(True, True))
+    made = problem({"q_len": 2, "batch": 3, "kv_len": 240, "score": relative, "seed": 5, **fields})
+    given = problem({"q_len": 2, "kv_len": buffer, "score": relative, **fields})
+    plan = dataclasses.replace(given.plan, lengths=(True, True))
     plan = dataclasses.replace(plan, batch=len(entries))
     lengths = Lengths(jnp.array([2, 2, 1], jnp.int32)[np.array(entries)], jnp.asarray(KEYS[entries]))
-    stored = []
+    buffers = []
     for x in made.operands[1:3]:
         x = np.pad(np.asarray(x.astype(jnp.float32)), ((0, 0), (0, buffer - x.shape[1]), (0, 0), (0, 0)))
         x[np.arange(buffer) >= KEYS[:, None]] = np.nan
-        stored.append(jnp.asarray(x[entries], plan.dtype))
+        buffers.append(jnp.asarray(x[entries], plan.dtype))
     query = made.operands.query[np.array(entries)]
     if not page:
-        return plan, made.operands._replace(query=query, key=stored[0], value=stored[1], lengths=lengths)
+        return plan, made.operands._replace(query=query, key=buffers[0], value=buffers[1], lengths=lengths)
     count = buffer // page
     order = np.random.default_rng(1).permutation(len(entries) * count)
     pages = np.argsort(order).reshape(-1, count).astype(np.int32)
     pages[np.arange(count) * page >= KEYS[entries][:, None]] = 2**31 - 1
-    key, value = (x.reshape(-1, page, *x.shape[2:])[order] for x in stored)
+    key, value = (x.reshape(-1, page, *x.shape[2:])[order] for x in buffers)
     operands = made.operands._replace(query=query, key=key, value=value, lengths=lengths, pages=jnp.asarray(pages))
-    return dataclasses.replace(plan, page=page), operands
+    if stored is not None:
+        scale = jnp.where(jnp.isnan(key[:, 0, :, 0]), jnp.nan, 0.02 + 0.01 * jnp.arange(plan.kv_heads))
+        quantised = [(jnp.nan_to_num(x.astype(jnp.float32)) / 0.03).clip(-127, 127) for x in (key, value)]
+        quantised = [(x.round() if stored == "int8" else x).astype(stored) for x in quantised]
+        operands = operands._replace(key=quantised[0], value=quantised[1], scales=Scales(scale, 1.5 * scale))
+    return dataclasses.replace(plan, page=page, cache_dtype=stored), operands
 
 
 @needs_kernels

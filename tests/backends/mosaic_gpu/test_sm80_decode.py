@@ -15,7 +15,9 @@ if jax.__version_info__ < (0, 11):
 from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from tests.backends.mosaic_gpu import test_pages
 from tests.backends.mosaic_gpu.test_decode import KEYS, SIMULATED, SLOW, TABLE, problem, ragged, relative
+from tests.backends.mosaic_gpu.test_pages import QUANTISED_MMA, check_quantised
 from tests.cases.on_hopper import assert_results_close
 from tests.marks import some_slow
 
@@ -76,3 +78,27 @@ def test_lengths_and_pages_match_dense(card: str, page: int, stages: int) -> Non
             want = p @ v[:keys, n // 2] / np.maximum(p.sum(-1, keepdims=True), 1e-30)
             np.testing.assert_allclose(got[place, :queries, n], want, atol=2e-2)
             assert (got[place, queries:, n] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", QUANTISED_MMA)
+@pytest.mark.parametrize("card", ["8.0", "12.0"])
+def test_quantised_caches(card: str, row: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes straight from registers, with NaN scales of free pages."""
+    monkeypatch.setattr(test_pages, "INSTRUCTION", "mma")
+    monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS[card], capability="9.0"))
+    check_quantised(*row, interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [8, 48])
+def test_bits_of_a_quantised_request(page: int) -> None:
+    """A batch entry alone, and among others in a longer buffer."""
+    fields: dict[str, typing.Any] = dict(page=page, stored="int8", dim=128)
+    found = [
+        np.asarray(run(*ragged(*given, **fields)).out.astype(jnp.float32))[-1]
+        for given in (([2], 240), ([0, 1, 2], 480))
+    ]
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0]).all()
+    assert (found[0][0] != 0).any()

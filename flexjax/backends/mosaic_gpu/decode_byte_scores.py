@@ -1,0 +1,100 @@
+"""Scores of a key tile of bytes, whose rows are keys: what the decode kernels do between the products of decode_sm90_bytes.py.
+
+Programs of score_mod and mask_mod, scales of pages, and what is hidden, on S^T [block_kv, columns]: keys are rows, packed queries columns.
+The kernels are decode_sm90_byte_consumer.py on Hopper and decode_sm80_byte_consumer.py on mma.sync.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.backends.mosaic_gpu import memory, registers
+from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.mosaic_gpu.tile_origin import Place
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.ir.program import Program
+
+f32 = np.float32
+
+
+class ByteScores(ItemConsumer):
+    """The scores of a consumer whose key and value slots hold swizzled bytes (`DecodeTile.transposed`)."""
+
+    def at_item(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
+        """A program of packed rows for the key tiles of an item, whose rows are keys; None for None.
+
+        refs   its captured arrays
+        """
+        if program is None:
+            return None
+        setup, tile = self.setup, self.setup.tile
+        overhangs = setup.items.tiles_may_overhang or tile.columns != tile.used_rows
+        return TileProgram(
+            program,
+            refs,
+            (tile.block_kv, tile.columns),
+            Place(item.b, item.kv_head),
+            row_axis="kv",
+            edge=(setup.plan.kv_len, tile.used_rows) if overhangs else None,
+            interpret=setup.interpret,
+        )
+
+    def scaled(self, tile: jax.Array, scale: jax.Array | Scalar) -> jax.Array:
+        """The tile with its rows, which are keys, multiplied by their scales.
+
+        scale   row vector, or one scalar for all
+        """
+        return tile * (registers.broadcast_vector(scale, "row", tile.shape) if scale.ndim else scale)
+
+    def row_scales(self, item: DecodeItem, start: Scalar) -> tuple[jax.Array, jax.Array]:
+        """The scales of the keys and of the values of a tile: row vectors [block_kv] float32, or scalars.
+
+        start   first key of the tile
+        """
+        assert self.inputs.scales is not None
+        setup, keys = self.setup, self.setup.tile.block_kv
+
+        def found(scale: Ref) -> jax.Array:
+            """Those of one of the two."""
+            if len(scale.shape) == 1:
+                return scale[item.kv_head]
+            token = registers.row_iota(keys) + start
+            page = jnp.minimum(lax.div(token, jnp.full_like(token, setup.page)), np.int32(scale.shape[1] - 1))
+            at = (item.b, page, item.kv_head)
+            return memory.gather(scale, at, (False, True, False), "row", (keys,), setup.interpret)
+
+        key, value = map(found, self.inputs.scales)
+        return key, value
+
+    def final_scores(
+        self, s: jax.Array, programs: Programs, item: DecodeItem, number: Scalar, start: Scalar
+    ) -> jax.Array:
+        """The scores after score_mod in the unit of references, [block_kv, columns] float32, -inf where the mask hides them, past the
+        end of the keys, and, in a tile that begins earlier than its number says, before that.
+
+        s        K Q^T with the scales of keys
+        number   of the key tile
+        start    first key in its slot
+        """
+        setup, keys = self.setup, self.setup.tile.block_kv
+        score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs)
+        if score is None:
+            s = s * f32(setup.plan.scale * LOG2E)
+        else:
+            s = score.tile(s, setup.plan.scale)[0]
+            s = s if setup.large_scores else s * f32(LOG2E)
+        if mask is not None:
+            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
+        if setup.items.has_limits:
+            row = registers.row_iota(keys)
+            inside = row < item.end - start
+            if setup.items.stored_keys % keys and setup.items.stored_keys > keys:
+                inside = inside & (row >= number * keys - start)
+            s = jnp.where(registers.broadcast_vector(inside, "row", s.shape), s, f32(-math.inf))
+        return s
