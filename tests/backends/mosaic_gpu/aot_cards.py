@@ -1,13 +1,15 @@
 """Compiles calls for NVIDIA cards other than Hopper, and the kernels on mma.sync for Hopper, on a machine without a GPU.
 
-    python -m tests.backends.mosaic_gpu.aot_cards [--sample] [--gradients] [CARD ...] [ENTRY ...]
+    JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
-CARD is a key of compile_card.CARDS, ENTRY one of aot.TABLE; all of both by default. A line for each call on each card: ok, refused or
-FAIL, registers, bytes spilled and the instructions counted in its PTX, for cards with tcgen05 also in its machine code. FAIL: the
-compilers refuse, the kernel is not there, it lacks an instruction that it should have, or it spills more than MOST_SPILLED.
---gradients: both passes, and what each kernel spills. A child process for each card, as in aot.py.
+CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients, or "decode " and a case of
+test_decode.py; all of both by default. A line for each call on each card, ok, refused or FAIL, and below it one for each kernel that
+multiplies: registers, bytes spilled, bytes of shared memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
+a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
+process for each card, as in aot.py.
 """
 
+import dataclasses
 import re
 import sys
 import time
@@ -18,55 +20,84 @@ from collections.abc import Iterator, Sequence
 import jax
 
 import flexjax
+from flexjax.backends import target as targets
+from flexjax.backends.mosaic_gpu import kernel_parts
+from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes
 from tests.backends import children
-from tests.backends.mosaic_gpu import aot, compile_card
+from tests.backends.mosaic_gpu import aot, compile_card, test_decode
 from tests.bound_case import BoundCase
 from tests.cases import CASES
+from tests.cases.on_hopper import forward_problem
 
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "XLA_FLAGS": ""}
-MMA, CP_ASYNC, TMA = "mma.sync.aligned.m16n8k16", "cp.async.cg.shared.global", "cp.async.bulk.tensor"
-TCGEN05 = ("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "UTCHMMA", "LDTM", "STTM", TMA)
-"""Instructions of the kernel on tcgen05, in PTX and in machine code."""
-CAPABILITY = {card: float(d.capability) for card, d in compile_card.CARDS.items()}
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1", "XLA_FLAGS": ""}
+DECODE = "decode "
+TABLE = [*aot.TABLE, *(DECODE + name for name in test_decode.compiled())]
 INSTRUCTION: dict[str, typing.Literal["mma", "tcgen05"]] = {
-    card: "tcgen05" if 10 <= capability < 12 else "mma" for card, capability in CAPABILITY.items()
+    card: "tcgen05" if 10 <= float(d.capability) < 12 else "mma" for card, d in compile_card.CARDS.items()
 }
 """Card -> the option that chooses its kernels."""
-EXPECTED = {
-    card: TCGEN05 if INSTRUCTION[card] == "tcgen05" else (MMA, "ldmatrix", CP_ASYNC if capability < 9 else TMA)
-    for card, capability in CAPABILITY.items()
-}
-"""Card -> instructions that its kernel has."""
-FORBIDDEN = {card: ("wgmma", TMA if capability < 9 else CP_ASYNC) for card, capability in CAPABILITY.items()}
+FORWARD, TCGEN05, DECODES = "flexjax_forward_mma", "flexjax_forward_tcgen05", "flexjax_forward_decode_mma"
+BACKWARD = ("flexjax_backward_dq", "flexjax_backward_dkv", "flexjax_backward_dk", "flexjax_backward_dv")
+KERNELS = (FORWARD, TCGEN05, DECODES, *BACKWARD, "flexjax_capture_gradient")
+"""The kernels that multiply. Of a call with gradients a forward kernel, dQ, and dK/dV or dK and dV must be there."""
+LDMATRIX, CP_ASYNC, TMA, WGMMA = "LDSM", "LDGSTS", "UTMALDG", "HGMMA"
+ON_TCGEN05 = ("UTCHMMA", "LDTM", "STTM", TMA)
+COUNTED = ("HMMA", LDMATRIX, CP_ASYNC, *ON_TCGEN05, WGMMA)
+"""Instructions as the disassembler names them."""
+COPYING = {card: CP_ASYNC if float(d.capability) < 9 else TMA for card, d in compile_card.CARDS.items()}
+"""Card -> the instruction that copies tiles."""
 SAMPLED_CARDS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "sm_103")
 ALL_HIDDEN = ("nothing", "nothing_blocks", "poison_everywhere")
 """Cases whose mask hides everything, so that the compilers leave out the products."""
-GRADIENTS, DECODE = "--gradients", "flexjax_forward_decode_mma"
 MOST_SPILLED = 256
 """Bytes of spills that pass: a few registers before and after the loops of the largest tiles."""
 
 
 def sampled(card: str) -> list[str]:
-    """What a run of CI compiles for a card: every eighth case, others for other cards, each in one dtype."""
+    """What a run of CI compiles for a card: every eighth entry, others for other cards, each call in one dtype."""
     first = list(compile_card.CARDS).index(card)
-    names = list(CASES)[first::8]
-    return [f"{name}-{aot.DTYPES[zlib.crc32(name.encode()) % len(aot.DTYPES)]}" for name in names]
+    calls = [f"{name}-{aot.DTYPES[zlib.crc32(name.encode()) % len(aot.DTYPES)]}" for name in CASES]
+    return [*calls, *TABLE[len(aot.TABLE) :]][first::8]
 
 
-def compile_entry(card: str, entry: str, gradients: bool) -> None:
-    """Compiles the forward pass of a call, or both passes."""
+def compile_entry(card: str, entry: str) -> None:
+    """Compiles a call with its gradients, or a case of the decode kernel."""
+    if entry.startswith(DECODE):
+        compile_decode(card, entry.removeprefix(DECODE))
+        return
     name, dtype = aot.TABLE[entry]
     problem = BoundCase(CASES[name], dtype, "mosaic_gpu", flexjax.KernelOptions(instruction=INSTRUCTION[card]))
     leaves, tree = jax.tree.flatten(problem.arrays())
-    function = jax.grad(problem.loss, argnums=(0, 1), has_aux=True) if gradients else problem.loss
-    compile_card.compile_for(card, lambda *flat: function(*jax.tree.unflatten(tree, flat)), *leaves)
+    step = jax.grad(problem.loss, argnums=(0, 1), has_aux=True)
+    compile_card.compile_for(card, lambda *flat: step(*jax.tree.unflatten(tree, flat)), *leaves)
 
 
-def outcome(card: str, entry: str, gradients: bool) -> str:
+def compile_decode(card: str, name: str) -> None:
+    """Compiles a case of test_decode.py with the tile of a card."""
+    from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
+    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+
+    case = test_decode.compiled()[name]
+    page, stored = case.pop("page", 0), case.pop("stored", None)
+    given: dict[str, typing.Any] = dict(q_len=1, heads=8, kv_heads=2, kv_len=576, block=None, interpret=False)
+    made = forward_problem(**{**given, **case})
+    plan, operands = test_decode.in_pages(made, page, stored) if page else (made.plan, made.operands)
+    plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, instruction="mma"))
+    described = CARDS[compile_card.CARDS[card].capability]
+    why = decode_sm80_tiles.mma_decode_refuses(plan, described)
+    if why is not None:
+        raise NotImplementedError(why)
+    tile = decode_sm80_tiles.mma_decode_tile(plan, described)
+    device = targets.of_device(compile_card.topology(card).devices[0], "cuda")
+    with targets.as_seen_by_pallas(device):
+        compile_card.compile_for(card, lambda operands: decode_sm80.forward(plan, operands, tile), operands)
+
+
+def outcome(card: str, entry: str) -> str:
     """Compiles a call; its line, not yet judged."""
     start = time.time()
     try:
-        compile_entry(card, entry, gradients)
+        compile_entry(card, entry)
     except NotImplementedError as error:
         return f"refused {entry} {error}"
     except Exception as error:  # whatever the compilers raise
@@ -74,52 +105,110 @@ def outcome(card: str, entry: str, gradients: bool) -> str:
     return f"ok {entry} {time.time() - start:.1f}s"
 
 
+def say_shared_memory() -> None:
+    """Makes every launch of this process print the bytes of shared memory of its CTAs, beside what the compilers print."""
+    from flexjax.backends.mosaic_gpu import backward_sm80, capture_gradients, decode_sm80, forward_sm80, forward_sm100  # noqa: F401  # who launch
+
+    launch = kernel_parts.launch
+
+    def said(kernel: typing.Any, inputs: tuple, outputs: tuple, scratch: tuple, **options: typing.Any) -> typing.Any:
+        """`launch`."""
+        print(f"shared memory of {options['name']}: {scratch_bytes(scratch)} bytes", flush=True)
+        return launch(kernel, inputs, outputs, scratch, **options)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flexjax.backends.mosaic_gpu.") and getattr(module, "launch", None) is launch:
+            module.__dict__["launch"] = said
+
+
 def child(card: str, names: Sequence[str]) -> None:
-    gradients = GRADIENTS in names
+    say_shared_memory()
     for entry in names:
-        if entry != GRADIENTS:
-            print("begin", entry, flush=True)
-            print(outcome(card, entry, gradients), flush=True)
+        print("begin", entry, flush=True)
+        print(outcome(card, entry), flush=True)
+
+
+class Compiled(typing.NamedTuple):
+    """A kernel, from what its compilers said: registers, bytes spilled, bytes of shared memory, instructions counted by name."""
+
+    registers: int
+    spilled: int
+    shared: int
+    counts: dict[str, int]
+
+
+def kernels_of(said: str) -> dict[str, Compiled]:
+    """The kernels of KERNELS by name, from the output of the compilers for one call. A kernel that was compiled several times, with other
+    tiles, is there once, with the most registers, spills and shared memory, and the fewest of each instruction.
+    """
+    shared: dict[str, int] = {}
+    for name, count in re.findall(r"shared memory of (\w+): (\d+) bytes", said):
+        shared[name] = max(shared.get(name, 0), int(count))
+    found: dict[str, Compiled] = {}
+    parts = re.split(r"Function properties for (\w+)_mosaic_gpu_kernel", said)
+    for name, part in zip(parts[1::2], parts[2::2], strict=True):
+        if name not in KERNELS:
+            continue
+        registers, spilled = re.search(r"Used (\d+) registers", part), re.search(r"(\d+) bytes spill stores", part)
+        counts = {n: len(re.findall(rf"\b{n}\b", part)) for n in COUNTED}
+        numbers = [0 if x is None else int(x[1]) for x in (registers, spilled)]
+        if name in found:
+            old = found[name]
+            numbers = [max(pair) for pair in zip(numbers, old[:2], strict=True)]
+            counts = {n: min(count, old.counts[n]) for n, count in counts.items()}
+        found[name] = Compiled(*numbers, shared.get(name, 0), counts)
+    return found
 
 
 def judged(card: str, line: str, said: str) -> str:
-    """The line of a call, with what its compilers said counted; FAIL by the rules of the file's docstring."""
+    """The line of a call with a line for each kernel; FAIL by the rules of the file's docstring."""
     if not line.startswith("ok"):
         return f"{line} on {card}"
-    counts = {name: len(re.findall(rf"\b{re.escape(name)}", said)) for name in (*EXPECTED[card], *FORBIDDEN[card])}
-    spills = dict(aot.SPILLS.findall(said))
-    if DECODE in spills:  # a call of few queries, which runs the decode kernel on mma.sync on every card
-        return f"{line} on {card}: decode kernel, {spills[DECODE]} bytes spilled"
-    spilled = spills.pop(f"flexjax_forward_{INSTRUCTION[card]}", None)
-    registers = re.search(r"Used (\d+) registers", said)
-    expected = () if line.split()[1].rsplit("-", 1)[0] in ALL_HIDDEN else EXPECTED[card]
-    wrong = [f"no {n}" for n in expected if not counts[n]]
-    wrong += [n for n in FORBIDDEN[card] if counts[n]]
-    wrong += ["no forward kernel"] if spilled is None else ["spills"] if int(spilled) > MOST_SPILLED else []
-    text = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-    text += "".join(f", {name.removeprefix('flexjax_')} spills {n}" for name, n in spills.items())
-    line = f"{line} on {card}: {registers[1] if registers else '?'} registers, {spilled} bytes spilled, {text}"
-    return f"FAIL{line[2:]}: {', '.join(wrong)}" if wrong else line
+    found = kernels_of(said)
+    hidden = line.split()[1].rsplit("-", 1)[0] in ALL_HIDDEN
+    wrong = [f"{name} {what}" for name, kernel in found.items() for what in _wrong(card, name, kernel, hidden)]
+    if f"flexjax_forward_{INSTRUCTION[card]}" not in found and DECODES not in found:
+        wrong.append("no forward kernel")
+    if not line.startswith(f"ok {DECODE}"):
+        wrong += ["no dQ kernel"] if BACKWARD[0] not in found else []
+        wrong += [] if BACKWARD[1] in found or set(BACKWARD[2:]) <= set(found) else ["no dK/dV kernel"]
+    line = f"{line} on {card}"
+    lines = [f"FAIL{line[2:]}: {', '.join(wrong)}" if wrong else line]
+    for name, kernel in found.items():
+        text = ", ".join(f"{n} {instruction}" for instruction, n in kernel.counts.items() if n)
+        lines.append(
+            f"    {name}: {kernel.registers} registers, {kernel.spilled} bytes spilled, {kernel.shared} bytes of shared memory, {text}"
+        )
+    return "\n".join(lines)
 
 
-def sweep(card: str, names: Sequence[str], gradients: bool = False) -> Iterator[str]:
+def _wrong(card: str, name: str, kernel: Compiled, hidden: bool) -> list[str]:
+    """What a kernel lacks or has that it should not. A decode kernel whose tiles are bytes has no LDSM.
+
+    hidden   whether the mask hides everything
+    """
+    expected = ON_TCGEN05 if name == TCGEN05 else ("HMMA", *(() if name == DECODES else (LDMATRIX,)), COPYING[card])
+    wrong = [] if hidden else [f"has no {n}" for n in expected if not kernel.counts[n]]
+    wrong += [f"has {n}" for n in {WGMMA, CP_ASYNC, TMA} - {COPYING[card]} if kernel.counts[n]]
+    return wrong + (["spills"] if kernel.spilled > MOST_SPILLED else [])
+
+
+def sweep(card: str, names: Sequence[str]) -> Iterator[str]:
     """The judged line of each call."""
-    module = [sys.executable, "-m", "tests.backends.mosaic_gpu.aot_cards", "--child", card]
-    command = lambda left: [*module, *left, *([GRADIENTS] if gradients else [])]
-    environment = ENVIRONMENT | ({"MOSAIC_GPU_DUMP_SASS": "1"} if INSTRUCTION[card] == "tcgen05" else {})
-    for line, said in children.sweep(names, command, environment):
+    command = lambda left: [sys.executable, "-m", "tests.backends.mosaic_gpu.aot_cards", "--child", card, *left]
+    for line, said in children.sweep(names, command, ENVIRONMENT):
         yield judged(card, line, "\n".join(said))
 
 
 def main(arguments: list[str]) -> int:
     """Compiles what the arguments name; returns the exit status."""
-    sample, gradients = "--sample" in arguments, GRADIENTS in arguments
-    named = [a for a in arguments if not a.startswith("--")]
+    sample = "--sample" in arguments
+    named = [a for a in arguments if a != "--sample"]
     cards = [a for a in named if a in compile_card.CARDS] or list(SAMPLED_CARDS if sample else compile_card.CARDS)
     entries = [a for a in named if a not in compile_card.CARDS]
     began, count = time.time(), dict.fromkeys(children.KINDS, 0)
     for card in cards:
-        for line in sweep(card, entries or (sampled(card) if sample else list(aot.TABLE)), gradients):
+        for line in sweep(card, entries or (sampled(card) if sample else TABLE)):
             count[line.split()[0]] += 1
             print(line, flush=True)
     print(*(f"{n} {kind}" for kind, n in count.items()), f"in {time.time() - began:.0f} s", flush=True)

@@ -76,25 +76,38 @@ def test_the_machine_sees_missing_waits_and_barriers() -> None:
         )
 
 
-def test_every_card_has_its_instructions() -> None:
-    said = textwrap.dedent("""
-        ptxas info    : Function properties for flexjax_forward_mma_mosaic_gpu_kernel
-            0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+def said(*kernels: str, spilled: int = 12) -> str:
+    """What the compilers say of kernels for 8.x."""
+    return "".join(
+        textwrap.dedent(f"""
+        shared memory of {name}: 81920 bytes
+        ptxas info    : Function properties for {name}_mosaic_gpu_kernel
+            0 bytes stack frame, {spilled} bytes spill stores, 16 bytes spill loads
         ptxas info    : Used 255 registers
-        mma.sync.aligned.m16n8k16.row ldmatrix.sync cp.async.cg.shared.global
+            /*0010*/  HMMA.16816.F32.BF16 R4, R8, R2, R4 ;  LDSM.16.M88.4 R4, [R2] ;  LDGSTS.E.BYPASS.128 [R2], [R4.64] ;
         """)
-    line = aot_cards.judged("sm_80", "ok a-b 1s", said)
-    assert line == (
-        "ok a-b 1s on sm_80: 255 registers, 12 bytes spilled, 1 mma.sync.aligned.m16n8k16, 1 ldmatrix, 1 cp.async.cg.shared.global"
+        for name in kernels
     )
-    assert aot_cards.judged("sm_80", "ok a-b 1s", said.replace("12 bytes spill", "300 bytes spill")).endswith(
-        ": spills"
+
+
+def test_every_card_has_its_instructions() -> None:
+    both = said(aot_cards.FORWARD, *aot_cards.BACKWARD[:2])
+    lines = aot_cards.judged("sm_80", "ok a-b 1s", both).splitlines()
+    assert lines[0] == "ok a-b 1s on sm_80"
+    assert lines[1] == (
+        "    flexjax_forward_mma: 255 registers, 12 bytes spilled, 81920 bytes of shared memory, 1 HMMA, 1 LDSM, 1 LDGSTS"
     )
-    line = aot_cards.judged("sm_120", "ok a-b 1s", said)
-    assert line.startswith("FAIL a-b 1s on sm_120: ")
-    assert line.endswith(": no cp.async.bulk.tensor, cp.async.cg.shared.global")
+    assert len(lines) == 4
+    assert aot_cards.judged("sm_80", "ok decode a 1s", said(aot_cards.DECODES)).startswith("ok")
+    line = aot_cards.judged("sm_80", "ok a-b 1s", said(aot_cards.FORWARD, *aot_cards.BACKWARD[2:], spilled=300))
+    assert line.splitlines()[0] == (
+        "FAIL a-b 1s on sm_80: flexjax_forward_mma spills, flexjax_backward_dk spills, flexjax_backward_dv spills, no dQ kernel"
+    )
+    line = aot_cards.judged("sm_120", "ok decode a 1s", said(aot_cards.DECODES)).splitlines()[0]
+    name = aot_cards.DECODES
+    assert line == f"FAIL decode a 1s on sm_120: {name} has no UTMALDG, {name} has LDGSTS"
     chosen = {card: {entry.rsplit("-", 1)[0] for entry in aot_cards.sampled(card)} for card in aot_cards.SAMPLED_CARDS}
-    assert all(names <= set(CASES) for names in chosen.values())
+    assert all(name in CASES or name.startswith(aot_cards.DECODE) for names in chosen.values() for name in names)
     assert len(set.union(*chosen.values())) == sum(map(len, chosen.values())) > len(CASES) // 3
 
 
