@@ -5,6 +5,8 @@ single cases of that suite, by the times of their kernels, and runs its three pl
 that fails says why and the others go on. About a minute on an H200, of which most is compilation.
 
     --only PATTERN       instead, the cases of the suite whose names match (shell pattern), as users get them, with a line for each kernel
+    --sizes TEXT         with it, cases without a mod, mask or pages also with these sizes: keys of a tile, slots of the rings, keys of a
+                         chunk, as "64,1,512;32,2,512"
     --instruction mma    the decode kernel on mma.sync; each result is compared with that of the kernel for Hopper, and the exit status
                          is 1 where one differs
     --card 8.0           with it, the tiles and the way of copying of another compute capability
@@ -63,23 +65,23 @@ def with_sizes(instruction: str | None, block_kv: int, stages: int, chunk: int) 
     return run
 
 
-def runs(only: str | None, instruction: str | None) -> Iterator[tuple[str, DecodeCase, Run]]:
+def runs(
+    only: str | None, sizes: tuple[tuple[int, int, int], ...], instruction: str | None
+) -> Iterator[tuple[str, DecodeCase, Run]]:
     """(text, case, call) of each line of the table.
 
-    only          shell pattern of case names; None: the cases of PLAIN, as users get them and with other sizes
+    only          shell pattern of case names; None: the cases of PLAIN
+    sizes         with which cases without a mod, mask or pages run beside those that users get
     instruction   "mma" or None, which every call asks for
     """
     options = KernelOptions(instruction=instruction)  # pyright: ignore[reportArgumentType]  # argparse has checked it
     for case in DECODE_SUITES["decode"]:
-        if fnmatch.fnmatch(case.name, only) if only is not None else case.name in PLAIN:
-            yield case.name, case, decode_peers.flexjax(case, options)
-        if only is None and case.name in PLAIN:
-            for sizes in SIZES if instruction is None else MMA_SIZES:
-                yield (
-                    "{}, {} keys, {} slots, chunks of {}".format(case.name, *sizes),
-                    case,
-                    with_sizes(instruction, *sizes),
-                )
+        if not (fnmatch.fnmatch(case.name, only) if only is not None else case.name in PLAIN):
+            continue
+        yield case.name, case, decode_peers.flexjax(case, options)
+        for each in () if case.mod or case.page or case.mean else sizes:
+            text = "{}, {} keys, {} slots, chunks of {}".format(case.name, *each)
+            yield text, case, with_sizes(instruction, *each)
 
 
 def difference(case: DecodeCase, run: Run) -> float:
@@ -124,6 +126,7 @@ def main() -> int:
     """Prints the table; returns 1 if a call failed or bits differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only")
+    parser.add_argument("--sizes")
     parser.add_argument("--instruction", choices=["mma"])
     parser.add_argument("--card")
     parser.add_argument("--steps", type=int, default=20)
@@ -131,7 +134,11 @@ def main() -> int:
     if args.card:
         sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
     failed = 0
-    for text, case, run in runs(args.only, args.instruction):
+    sizes = SIZES if args.instruction is None else MMA_SIZES
+    if args.sizes or args.only:
+        asked = [map(int, part.split(",")) for part in (args.sizes or "").split(";") if part]
+        sizes = tuple((keys, slots, chunk) for keys, slots, chunk in asked)
+    for text, case, run in runs(args.only, sizes, args.instruction):
         try:
             report(text, case, run, args.steps, args.only is not None)
             if args.instruction:
