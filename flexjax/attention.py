@@ -103,7 +103,7 @@ def flex_attention(
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
     mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars, True where the query attends to the key. The call
                  computes its block mask
-    block_mask   in place of mask_mod: a block mask that `create_block_mask` made
+    block_mask   in place of mask_mod (a call has at most one of them): a block mask that `create_block_mask` made
     scale        multiplies the dot product; default 1 / sqrt(D). A Python or numpy number is compiled into the kernel. A jax
                  scalar may be traced and gets a gradient, and a new value compiles nothing
     sinks        [N] logits: one more column of the softmax, without a value; lse includes it
@@ -163,7 +163,8 @@ def flex_attention(
     context= names its axes. Otherwise tokens that are split, and a head dim that is, are gathered, and a FallbackWarning says how
     many bytes. Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
-    Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
+    Hidden positions. A row that the mask hides as a whole gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
+    query, key and value. A row whose scores score_mod
     sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's
     gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can reach the
     output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that

@@ -27,7 +27,7 @@ def attention_weights(
     layout: Layout = "BTNH",
     origin: Origin | OriginTable | None = None,
 ) -> Array:
-    """softmax(where(mask, score_mod(scale * query . key), -inf)) as an array, [B, N, T, S].
+    """softmax(where(mask, score_mod(scale * query . key), -inf)) as an array, [B, N, T, S] for either layout.
 
     query   [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH");  key  [B, S, M, D] or [B, M, S, D], M divides N
     The other arguments are those of flexjax.flex_attention. With `sinks` a row adds up to less than 1. A row in which nothing is

@@ -52,7 +52,8 @@ Cotangent = Array | ad.Zero
 
 
 def attention(problem: Problem, operands: Operands) -> Results:
-    """The forward pass of a problem: what flex_attention calls. It can be differentiated, mapped and jitted.
+    """The forward pass of a problem, which flex_attention calls: out, lse and, if the plan asks for it, max_scores (else None). Results
+    have no rounding. It can be differentiated, mapped and jitted.
 
     If explicit mesh axes split query, each device computes its part of the batch and heads.
     """
@@ -90,7 +91,8 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     """The code of `forward`: the forward pass of `run.plan` on the backend of `run`, the choice made at lowering.
 
-    Returns out, lse and, if the plan asks for them, max_scores and rounding.
+    Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores and rounding. The out of a partial plan is
+    the float32 sum of the backend's out and rounding.
     """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     out, rounding = results.out, results.rounding
@@ -150,8 +152,10 @@ def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) 
 def _backward_shapes(
     avals: Sequence[core.ShapedArray], problem: Problem, wanted: tuple[bool, ...], has_lse: bool
 ) -> Shapes:
-    """The types of the gradients of the wanted operands; `avals`: types of the arguments of `backward`; the rest: see
-    `_backward`.
+    """The types of the gradients of the wanted operands: those of the operands themselves; for a partial plan their dtype is promoted
+    with the score dtype.
+
+    avals   types of the arguments of `backward`; the other arguments: see `_backward`
 
     Raises ValueError if score_mod has no derivative.
     """
@@ -164,9 +168,10 @@ def _backward_shapes(
 
 
 def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
-    """The code of `backward`, on the backend of `run`: the gradients of the wanted operands, in the order of Operands.movable.
+    """The code of `backward`, on the backend of `run`: the gradients of the wanted operands alone, in the order of Operands.movable and
+    in the dtypes of `_backward_shapes`.
 
-    wanted   which movable operands get a gradient
+    wanted   for each movable operand, whether it gets a gradient
     has_lse  whether the arguments end with the cotangents of out and lse, or with that of out alone (that of lse is zero)
     """
     operands, results, cotangents = _split(problem, flat)
@@ -219,8 +224,10 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     `tangent`; that of max_scores, where the plan asks for it, is zeros.
 
     `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
-    are. If there are none, it is not bound and all tangents are zeros. out and lse get their names for checkpoint policies here;
-    rounding gets the name of out, because a policy that saves out needs both.
+    are. If there are none, it is not bound and all tangents are zeros. If a captured array has a tangent, both primitives are bound with
+    the problem `for_captures`, so that `forward` also returns rounding where inputs have 16 bits. out and lse get their names for
+    checkpoint policies here; rounding gets the name of out, because a policy that saves out needs both. Raises NotImplementedError for
+    tangents of keys and values in pages.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]

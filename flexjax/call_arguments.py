@@ -21,9 +21,11 @@ A = typing.TypeVar("A", bound=ArrayOrShape)
 
 
 class Arguments(typing.TypedDict, typing.Generic[A], total=False):
-    """The keywords of `flex_attention` that say what is computed. Arrays are of type A.
+    """The keywords of `flex_attention` that say what is computed, as its docstring explains them. Arrays are of type A. A keyword that is
+    missing has its default.
 
-    Two keywords are not here: `return_aux` decides the type of the result, and `implementation` is no part of a plan.
+    Three keywords are not here: `return_aux` decides the type of the result, `implementation` is no part of a plan, and a call
+    with `context` has several plans.
     """
 
     score_mod: ScoreMod | None
@@ -98,7 +100,9 @@ def describe_call(
 
 
 def text_of_call(function: str, arguments: dict[str, object]) -> str:
-    """A call with these keywords in a line; arrays are shown as dtype and shape, mods by name."""
+    """A call of the function named `function` with these keywords in a line, "in function(name=value, ...)"; arrays are shown as dtype
+    and shape, mods by name.
+    """
     return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in arguments.items())})"
 
 

@@ -239,7 +239,7 @@ def other_layout(layout: str) -> str:
 
 
 def check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
-    """The argument sinks as an array [N], None without sinks. Raises ValueError for another shape or an integer dtype.
+    """The argument sinks as an array [N], None without sinks. Raises ValueError for another shape or a dtype that is not floating.
 
     heads, tokens   N and T of query, where the message guesses that the layout is wrong if sinks has T elements
     """
@@ -259,12 +259,12 @@ def check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | 
 def _check_extra(
     query_extra: object, key_extra: object, q: Array, k: Array, tokens: int, heads: int
 ) -> tuple[Array | None, Array | None]:
-    """query_extra and key_extra as arrays, None without them.
+    """query_extra [B, T, N, R] and key_extra [B or 1, S, K, R], K divides N, as arrays; (None, None) if neither is given.
 
     q, k            the checked query and key
     tokens, heads   the axes (1 and 2, or 2 and 1) of tokens and heads in the layout
 
-    Raises ValueError if one is missing, or if dtypes, sizes or heads do not fit those of query and key.
+    Raises ValueError if only one is given, or if dtypes, sizes or heads do not fit those of query and key.
     """
     if query_extra is None and key_extra is None:
         return None, None
@@ -302,7 +302,7 @@ def _check_extra(
 
 
 def both_masks() -> ValueError:
-    """The error of a call with mask_mod and block_mask."""
+    """The ValueError for a call with both mask_mod and block_mask; the caller raises it."""
     return ValueError(
         "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
         "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
@@ -313,8 +313,8 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     """Raises ValueError unless `mask` is a BlockMask that fits the inputs.
 
     It must be a single block mask and not a stack, be made for the query and key lengths of the inputs, and have lists without symbolic
-    widths. Its batch must be that of the inputs, or 1 if its mask does not read b; its heads must be the query heads, or 1 if its mask
-    does not read h.
+    widths. Its batch must be that of the inputs, or 1 if its mask program does not read b; its heads must be the query heads, or 1 if its
+    mask program does not read h. A mask of user lists without a program reads neither.
 
     layout   that of the call, for the message
     """

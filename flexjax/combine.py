@@ -18,7 +18,7 @@ _SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it.
+    """A mask mod `mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it.
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
@@ -35,7 +35,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it.
+    """A mask mod `mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it.
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
@@ -52,7 +52,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """`~mask_mod(..)`: an entry is kept if the mask does not keep it; a Python bool becomes its `not`.
+    """A mask mod `~mask_mod(..)`: an entry is kept if `mask_mod` does not keep it. Where mask_mod returns a Python bool, its `not`.
 
     Raises ValueError for anything that is not callable as a mask mod.
     """

@@ -55,9 +55,9 @@ Array = jax.Array
 
 
 class Given(typing.NamedTuple):
-    """The arguments of flex_attention, but `context`.
+    """The arguments of flex_attention, but `context`. Nothing is checked yet but `names`.
 
-    arguments   the keywords of call_arguments.Arguments, by name
+    arguments   the keywords of call_arguments.Arguments, by name; one that is missing has its default
     names       backends to ask, in order; None: the default order
     text        the user's call in a line
     """
@@ -94,7 +94,7 @@ class Built(typing.NamedTuple):
 
 
 def attention(context: object, given: Given) -> Results:
-    """The results of a call with `context=`; `context` is that argument, not checked yet. Raises what `build` raises."""
+    """The Results of a call with `context=` (not checked yet), in the layout and the rows of query. Raises what `build` raises."""
     placed, _, _, _, call, operands, tables, existing = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None
@@ -110,7 +110,10 @@ def build(context: object, given: Given) -> Built:
 
     context   the argument of that name, not checked yet
 
-    Raises what flex_attention raises for arguments that do not fit.
+    With lengths, the operands over queries and keys hold 0 in the rows that do not exist, and the mask hides these.
+
+    Raises ValueError for arguments that do not fit, and NotImplementedError if no backend accepts the plan, if the call names "reference"
+    first, and for lengths beside a block mask of user lists.
     """
     arguments = dict(given.arguments)
     mask_mod, block_mask, origin = (arguments.pop(name, None) for name in ("mask_mod", "block_mask", "origin"))
@@ -143,7 +146,8 @@ def build(context: object, given: Given) -> Built:
 class Placed:
     """Over which mesh axes a call with `context=` is split, and where its arrays lie.
 
-    kind      the type of the mesh axes of the sequence; Manual: inside shard_map
+    context   the argument context, checked
+    kind      the type of the mesh axes of the sequence. Manual: inside shard_map, with arrays of one device; else arrays are global
     mesh      (name, size) of the axes of the sequence, in the order of the mesh
     split     explicit axes that split batch and heads; None for other kinds
     layout    of the sequence
@@ -206,12 +210,8 @@ def _mesh_of(query: Array) -> Mesh:
 
 
 def _check_split(name: str, x: Array, layout_name: str, context: ContextParallel) -> None:
-    """Raises ValueError unless the explicit axes that split an array fit the context.
-
-    Its tokens must be split over the axes of the context or not at all, its batch and heads only over other axes, its head dim not at
-    all.
-
-    name   of the argument, for the message
+    """Raises ValueError unless the explicit axes that split x, the argument `name`, fit the context: its tokens are split over the axes of
+    the context or not at all, its batch and heads only over other axes, and its head dim not at all.
     """
     spec = [names_of(part) for part in jax.typeof(x).sharding.spec]
     tokens = 1 if layout_name == "BTNH" else 2
@@ -262,7 +262,7 @@ def _planned(
     mask: BlockMask | None,
     existing: ExistingRows | None,
 ) -> Built:
-    """Plans the mask of a call, how keys travel and the tables of the devices.
+    """Plans the mask of a call, how keys travel and the tables of the devices: the last part of `build`.
 
     prepared, problem   the call without its mask, and its problem
     mask_mod, mask      the argument mask_mod and the argument block_mask; at most one is not None
@@ -338,7 +338,8 @@ def _origin_with(mask: object, given: Origin | OriginTable | None) -> Origin | O
 def _mask_of_whole(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int], origin: OriginTable) -> MaskMod:
     """The mask of a block mask as a function of indices of the whole problem.
 
-    A block mask counts batch entries and heads from 0 in the arrays of the call; `origin`, that of the call, says where these lie.
+    A block mask counts batch entries and heads from 0 in the arrays of the call; `origin`, that of the call, says where these lie. The
+    sizes that the mask must have are the batch and heads of `plan` and `lengths`, those of the queries and keys of the whole sequence.
 
     Raises ValueError for a block mask of other sizes, of another origin, or of its own batch entries or heads without one.
     """
@@ -350,9 +351,8 @@ def _mask_of_whole(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int], 
         raise bad_argument(
             "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
         )
-    inputs = (
-        () if mask.program is None else mask.program.inputs[1:3]
-    )  # lists alone count from 0 in the arrays of the call
+    # lists alone count from 0 in the arrays of the call
+    inputs = () if mask.program is None else mask.program.inputs[1:3]
     for known, count, shift in zip(inputs, mask.shape, (origin.batch, origin.head), strict=False):
         one_for_all = count == 1 and known.high == BROADCAST - 1
         if mask.origin is None and shift is not None and not one_for_all:

@@ -83,7 +83,9 @@ class ExistingRows(typing.NamedTuple):
         )
 
     def mask_mod(self, origin: OriginTable) -> MaskMod:
-        """The mask of what exists; origin: that of the call, whose batch entries the mask sees."""
+        """The mask mod that is True where both the query and the key exist. It sees positions in the whole sequence, and batch entries
+        that count from origin.batch (from 0 if that is None); `origin` is that of the call.
+        """
         queries, keys = self.lengths
         entry: Callable[[Array], Array] = lambda b: b if origin.batch is None else b - origin.batch
 
@@ -96,7 +98,9 @@ class ExistingRows(typing.NamedTuple):
         return exists
 
     def _where(self, x: Array, side: Side, other: float) -> Array:
-        """x, an array over queries or keys, with `other` in the rows that do not exist; x itself without lengths of that side."""
+        """x [B, ...], an array over queries or keys as `side` says, with `other` in the rows that do not exist; x itself without lengths
+        of that side.
+        """
         ends = self.lengths.query if side == "query" else self.lengths.key
         if ends is None:
             return x

@@ -89,16 +89,21 @@ def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]
 
 
 def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
-    """The code of `tangent`: the tangents of out and lse. `flat`: operands and tables, out, lse, the tangents of the operands that
-    `moving` names.
+    """The code of `tangent`: the tangents of out and lse.
+
+    flat     operands and tables, out, lse, and the tangents of the operands that have one
+    moving   for each movable operand, in the order of Operands.movable, whether it has a tangent
     """
     fixed, (out, lse, *tangents) = _split(call, flat)
     return Backward.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
 
 
 def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
-    """The code of `backward`: the gradients of the wanted operands. `flat`: operands and tables, out, lse, the cotangent of out and,
-    with `has_lse`, that of lse.
+    """The code of `backward`: the gradients of the wanted operands alone, in the order of Operands.movable and in their dtypes.
+
+    flat      operands and tables, out, lse, the cotangent of out and, with `has_lse`, that of lse
+    wanted    for each movable operand, whether it gets a gradient
+    has_lse   False: the cotangent of lse is zero
     """
     fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
     d_out = d_out.astype(call.plan.dtype)
@@ -108,9 +113,15 @@ def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse
 def _tangent_transpose(
     cotangents: Sequence[Array | ad.Zero], *flat: typing.Any, call: ContextCall, moving: tuple[bool, ...]
 ) -> list:
-    """The transpose rule of `tangent`: None for each fixed argument, then the cotangents of its tangents, by `backward`.
+    """The transpose rule of `tangent`: a list with None for each fixed argument (operands, tables, out and lse), then the cotangents of
+    the tangents, by `backward`.
 
-    Symbolic zeros where both cotangents are zero; inside shard_map the code of `backward` runs without the primitive.
+    cotangents   of the tangents of out and lse
+    flat         the arguments of `tangent`; those that are tangents are placeholders
+    moving       for each movable operand, whether it has a tangent
+
+    If both cotangents are symbolic zeros, so are the results, and `backward` does not run. On global arrays the primitive `backward` is
+    bound; on arrays of one device its code is called.
     """
     fixed, (out, lse, *linear) = _split(call, flat)
     d_out, d_lse = cotangents
@@ -201,7 +212,9 @@ def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving:
 def _backward_types(
     avals: Sequence[core.ShapedArray], call: ContextCall, wanted: tuple[bool, ...], has_lse: bool
 ) -> list[core.ShapedArray]:
-    """The types of the gradients: those of the wanted operands."""
+    """The types of the gradients, which are those of the wanted operands, in the order of Operands.movable; the arguments: see
+    `_backward`, `avals` the types of its `flat`.
+    """
     places = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
 

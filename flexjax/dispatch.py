@@ -109,9 +109,9 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
 
     implementation   names of backends to ask, in order; None: the default order
 
-    The choice depends on the target if the first backend that does not refuse the plan on every target has kernels for a GPU or TPU; in
-    the default order also whenever xla accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any
-    target.
+    In the default order the result is None if xla accepts the plan. Otherwise the first backend in order that does not refuse the plan on
+    every target decides: None if it has kernels for a GPU or TPU, else its name. Raises NotImplementedError with each refusal if no
+    backend accepts the plan on any target.
     """
     if implementation is None and _refuses(backend("xla"), plan, None) is None:
         return None
@@ -219,7 +219,10 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
 
 
 def _refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
-    """`backend.refuses(plan, target)`, and a refusal of an instruction of the options, which only the GPU kernels can choose."""
+    """Why the backend cannot run the plan on the target (None: on any target), in a sentence; None if it can.
+
+    That is what `backend.refuses` says; a backend other than mosaic_gpu also refuses every plan whose options name an instruction.
+    """
     instruction = plan.options.instruction
     if instruction is None or backend.name == "mosaic_gpu":
         return backend.refuses(plan, target)
@@ -231,7 +234,8 @@ def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPl
 
     name   of the backend that runs the plan
 
-    Measured tiles only fill options that are None. The plan itself is returned if none were measured or the backend refuses them.
+    Measured tiles only fill options that are None. The plan itself is returned if none were measured, and, with a warning, if the backend
+    refuses the plan with them.
     """
     found = tuned.find(plan, name, target.kind)
     return _filled(plan, name, target, tuple(found.tiles.items())) if found.tiles else plan
@@ -240,7 +244,7 @@ def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPl
 @functools.lru_cache(maxsize=4096)
 def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
     """The plan with `tiles`, pairs (KernelOptions field, value), among its options; the plan itself, with a warning, if the
-    backend `name` refuses it with them.
+    backend `name` refuses it with them. The result is cached, so that the same arguments warn once.
     """
     filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
     why = backend(name).refuses(filled, target)

@@ -106,6 +106,7 @@ def dense_keep(
     """`kept` at every entry, for the dense reference: bool that broadcasts to [B, N, T, S].
 
     words, rate   as for `kept`; shape: B, N, T, S
+    broadcast     whether all batch entries and heads keep the same positions; the result is then [1, 1, T, S] or broadcasts to that
     indices       b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
     """
     given = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)

@@ -41,7 +41,7 @@ Array = jax.Array
 
 
 class ExplainArguments(Arguments[ArrayOrShape], total=False):
-    """The keywords of flex_attention and of paged_attention that `explain` takes."""
+    """The keywords that `explain` takes: those of flex_attention, and `cu_q_lens` and `shared`, which only paged_attention has."""
 
     cu_q_lens: ArrayOrShape | None
     shared: SharedPrefix | None
@@ -139,7 +139,14 @@ def _explain_paged(
     device: Device | str | None,
     arguments: dict[str, typing.Any],
 ) -> str:
-    """The text about a call of paged_attention; its arrays may be jax.ShapeDtypeStructs."""
+    """The text about a call of paged_attention, whose arrays may be jax.ShapeDtypeStructs; with several passes a text for each, under
+    the title "pass 1 of 2: NAME".
+
+    device      the argument of `explain`
+    arguments   the keywords of paged_attention, by name; TypeError for any others
+
+    Raises what paged_attention raises, with the call as a note.
+    """
     known = set(PagedArguments.__annotations__) - {"implementation"}
     refuse_unknown_keywords("explain", arguments, known, "paged_attention")
     target = _target(device)
@@ -172,7 +179,11 @@ def _explain_paged(
 
 
 def _context(context: ContextParallel, given: Given, target: Target) -> str:
-    """The whole text of a call with `context=`: its shapes, its mods, and the section about devices."""
+    """The whole text of a call with `context=`: its shapes, its mods, and the section about devices.
+
+    context, given   the argument context, and the other arguments
+    target           the device that the call would run on
+    """
     built = build(context, given)
     planned = dataclasses.replace(built.prepared, plan=dataclasses.replace(built.call.plan, origin=None))
     captured_scale = isinstance(given.arguments.get("scale"), Array)

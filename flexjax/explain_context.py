@@ -46,7 +46,9 @@ def describe_context(built: Built, implementation: tuple[str, ...] | None, targe
 
 
 def _received(built: Built) -> list[str]:
-    """Lines that say how many key blocks and bytes a device receives in the forward pass, and by which exchanges."""
+    """Lines that say how many key blocks and bytes a device receives in the forward pass, and by which exchanges; for a call over more
+    than one device.
+    """
     call, plan, n = built.call, built.call.plan, built.call.devices
     batch, heads = (1, 1) if built.placed.split is None else (
         built.placed.split.count(built.placed.split.batch), built.placed.split.count(built.placed.split.heads)

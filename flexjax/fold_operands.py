@@ -70,7 +70,10 @@ def fold_lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int)
 
 
 def fold_lengths(lengths: Lengths | None, mapped: Lengths | None, size: int) -> Lengths | None:
-    """The lengths for the folded batch of `size` copies. mapped: which of them are mapped."""
+    """The lengths for the folded batch of `size` copies, int32 [V * B]; None without lengths.
+
+    mapped   a Lengths of bools: which of the two are mapped; None without lengths
+    """
     if lengths is None or mapped is None:
         return None
     fold = lambda x, m: None if x is None else into_batch(x, m, size)

@@ -61,7 +61,9 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
 
 
 def joint_lse(parts: Array) -> Array:
-    """log sum_s exp(parts[s]) over the first axis of `parts`; -inf, with gradients of 0, where all parts are -inf."""
+    """log sum_s exp(parts[s]) over the first axis of `parts` [K, ...], elementwise [...]; -inf, with gradients of 0, where all parts are
+    -inf.
+    """
     top = lax.stop_gradient(jnp.max(parts, 0))
     top = jnp.where(jnp.isneginf(top), 0, top)
     total = jnp.sum(jnp.exp(parts - top), 0)

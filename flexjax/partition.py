@@ -201,10 +201,11 @@ def lower_with_rule(
     flat: Sequence[typing.Any],
 ) -> typing.Any:
     """Lowers `function` as a call that XLA's partitioner splits over the devices of `mesh` by `rule`; returns the
-    results.
+    lowered results (MLIR values).
 
-    ctx    the context of the lowering rule that calls this function
-    flat   the lowered arguments (MLIR values)
+    ctx        the context of the lowering rule that calls this function
+    function   from the whole arguments to the list of results; it is lowered as it is where the partitioner splits nothing
+    flat       the lowered arguments (MLIR values)
 
     The call carries a digest of `rule.text` as an attribute. What one device computes is lowered under jax's settings
     of this thread.

@@ -213,8 +213,9 @@ def _origin(
 
 
 def _in_single_precision(traced: TracedMod) -> TracedMod:
-    """A score_mod of 16-bit queries in float32 where it computes in float64 (ir/single_precision.py), so that kernels can run it. The
-    gradients of its float64 arrays are float64, as jax makes them where it casts an array.
+    """A score_mod of 16-bit queries in float32 where it computes in float64 (ir/single_precision.py), so that kernels can run it; `traced`
+    itself if it computes nothing in float64. Its float64 arrays are cast to float32, and their gradients are float64, as jax makes them
+    where it casts an array.
     """
     given = [p for p in (traced.program, traced.derivative) if p is not None]
     programs = in_single_precision(given)
@@ -228,6 +229,7 @@ def _in_single_precision(traced: TracedMod) -> TracedMod:
 def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:
     """A mod that was traced for the whole problem, as one for a call: it adds origin.batch to b and origin.head to h of the call.
 
+    traced   the mod with its derivative, both of which change; numbers of the origin that they read follow its captured arrays
     origin   None: the program and the arrays are those of `traced`
     sizes    (batch, heads, q_len, kv_len) of the call
     """
@@ -289,7 +291,8 @@ def _block_mask(
 
     A computed mask has blocks of DEFAULT_BLOCK tokens, and a batch (heads) dimension of size 1 if mask_mod does not
     read b (h). With keys in pages a key block is whole pages or a part of one, and the class of a block does not depend on how
-    many other blocks there are. Raises ValueError if both are given; that the given one fits is checked elsewhere.
+    many other blocks there are. Raises ValueError if both are given, and for a BlockMask as mask_mod. Whether the given block mask fits
+    the inputs is not checked here (`_origin` checks that).
     """
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
@@ -322,7 +325,9 @@ def _layout(mask: BlockMask) -> BlockLayout:
 
 
 def _known_lists(mask: BlockMask) -> KnownLists | None:
-    """The lists of the block mask on the host, as BlockLayout.known has them; None where that says that there are none."""
+    """The lists of the block mask as numpy arrays on the host, for BlockLayout.known; None if they are not known on the host, if the mask
+    has several batch entries or heads, or if it has more than MOST_BLOCKS blocks.
+    """
     if mask.on_host is None or mask.kv_num_blocks.shape[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
         return None
     num, index, full_num, full_index = mask.on_host

@@ -46,10 +46,11 @@ def make_primitive(
 
     name                                                    of the primitive in jaxprs
     function(*flat, run=, problem=, **params) -> results   its code, inlined into the program where the primitive is lowered
-    shapes(avals, **params)                                 types of the results
-    choose(target, **params) -> Run                         chooses the backend when the primitive is lowered
+    shapes(avals, problem=, **params)                       types of the results, from those of the arguments
+    choose(target, problem=, **params) -> Run               chooses the backend when the primitive is lowered
 
-    Called outside of jit, the primitive is compiled once for each set of parameters.
+    `problem` and `params` are the static parameters of the primitive; it has a list of results. Called outside of jit, the primitive is
+    compiled once for each set of parameters and state of the measured tiles; a simulated kernel runs without the primitive.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True

@@ -36,7 +36,8 @@ class Pass(typing.NamedTuple):
     seconds     median time of a call
     calls       how many were timed
     flops       floating-point operations, from the plan
-    predicted   seconds by the roofline
+    predicted   seconds by the roofline: the longer of flops at the peak rate and of the bytes at the bandwidth. The bytes of both
+                passes are taken as three times those of the forward pass
     """
 
     name: str
@@ -103,7 +104,9 @@ def profile(
 
     query, key, value, return_aux, implementation, **arguments   as for flex_attention; concrete arrays
     backward         also times both passes, with a cotangent of ones
-    seconds          for the timed calls of each pass; 3 to 100 are timed
+    seconds          for how long each pass is timed; at least 3 and at most 100 calls are
+
+    Returns a Profile, whose str() is a table:
 
         print(flexjax.profile(q, k, v, mask_mod=flexjax.masks.causal))
 

@@ -50,8 +50,8 @@ def reference_attention(
     sinks:        [N] logits of a column without a value behind it.
     query_extra:  [B, T, N, R] and key_extra [B, S, M', R], `M'` divides `N`: a second dot product, added
                   to the first before scaling.
-    dropout_keep: bool [B, N, T, S], which probabilities dropout keeps; those are divided by `1 - dropout_rate`, the others are 0.
-                  `dropout_rate` alone drops nothing.
+    dropout_keep: bool, broadcastable to [B, N, T, S], which probabilities dropout keeps; those are divided by `1 - dropout_rate`, the
+                  others are 0.  `dropout_rate` alone drops nothing.
     indices:      b, h, q and kv that the mods see, int32 of 4 dims that broadcast to [B, N, T, S]; they count from 0 if None.
     lengths:      int32 [B], how many queries and how many keys of each batch entry exist; None: all.  The slots of the others
                   may hold anything.  A row of a query that does not exist has `out = 0`, and `lse` and `max_scores` of -inf
@@ -239,7 +239,8 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
 
     sinks   [N], logits of one more column, which counts in lse but not in the largest score; None for none
 
-    Without a finite score and a sink, probabilities are 0 and lse is -inf.
+    In a row whose scores are all -inf, probabilities are 0; lse is the sink there, and -inf without sinks.  The largest score has no
+    gradient.
     """
     fixed = jax.lax.stop_gradient(scores)
     max_scores = jnp.max(fixed, axis=-1, initial=-jnp.inf)

@@ -28,6 +28,8 @@ Array = jax.Array
 def jvp_through_xla(function: Callable) -> Callable:
     """Makes the jvp rule of `tangent` or `backward`: jax.jvp of `function`, the code of that primitive, on the xla backend.
 
+    function   function(*flat, run=, problem=, **params) -> results, as for `make_primitive`
+
     The rule makes the code a part of the caller's program before the target is known, so the tiles are those for the default device.
     The code runs on every device.
     """

@@ -195,7 +195,7 @@ class Origin:
     whole: tuple[int | None, int | None, int | None, int | None] | None = None
 
     def __repr__(self) -> str:
-        """With arrays as dtype and shape, because the text of an array waits for the device."""
+        """The fields that are not 0 or None, with arrays as dtype and shape, because the text of an array waits for the device."""
         text = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
         fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return f"Origin({', '.join(f'{n}={text(x)}' for n, x in fields if isinstance(x, jax.Array | np.ndarray) or x)})"
