@@ -87,7 +87,8 @@ def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) ->
 def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[ContextCall, list[Array]]:
     """(the call, the flat list of operands and tables) of this device's batch entries and heads. Runs on each device.
 
-    flat   this device's parts of the operands and tables of `call`, as a flat list
+    flat   this device's parts of the operands and tables of `call`, as a flat list. `Tables.classes` is still that of all batch entries
+           and heads; the new one is that of this device's
     """
     n = call.problem.structure.num_leaves
     problem, operands = share_of(call.problem, call.problem.operands(flat[:n]), split)
@@ -182,7 +183,11 @@ class AutoCall:
     def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         """The axes that split the batch and the heads, by `choose_split`, but never the axes of the sequence.
 
+        mesh          of the rule
         dims, specs   for each array the names of its dimensions and the axes that split them
+
+        For the method "all_to_all" the last axes of the heads are left out until the devices of the sequence divide the heads that
+        each share has.
         """
         plan = self.call.plan
         others = [tuple(tuple(n for n in part if n not in self.axes) for part in spec) for spec in specs]
@@ -234,7 +239,8 @@ def lower_with_rule(
     function   what the primitive computes on one device: function(*flat, call=, **params)
     params     the parameters of the primitive beside the call
 
-    Raises NotImplementedError where XLA has no partitioning rule.
+    Raises NotImplementedError where XLA asks no partitioning rule (`partition.how_split`), and if the program is not split over a mesh
+    that has the axes of the sequence.
     """
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if isinstance(how, NoRule):

@@ -33,7 +33,8 @@ def blocks_per_device(blocks: int, devices: int, balance: str) -> tuple[int, int
     """(blocks of each device, blocks of a chunk); the first is rounded up to a multiple of the second.
 
     blocks    blocks of the sequence
-    balance   "auto", "contiguous" or "zigzag"; a chunk is one block except for "auto"
+    balance   "auto", "contiguous" or "zigzag". For "auto" a chunk is the largest power of two of blocks of which each device still has
+              max(8, CHUNKS // devices), at least one block; for the others it is one block
     """
     each = max(1, -(-blocks // devices))
     if balance != "auto":
@@ -50,7 +51,9 @@ def contiguous(each: int, devices: int) -> np.ndarray:
 
 
 def zigzag(each: int, devices: int) -> np.ndarray:
-    """int32 [devices, each]: the blocks of each device, ascending; device r has the r-th run from the front and the r-th from the back."""
+    """int32 [devices, each]: the blocks of each device, ascending; device r has the r-th run from the front and the r-th from the back.
+    The front run has one block more if `each` is odd.
+    """
     front = (each + 1) // 2
     back = each - front
     first = np.arange(devices * front, dtype=np.int32).reshape(devices, front)
@@ -116,7 +119,12 @@ def _padded(x: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def _joined(needed: np.ndarray, owner: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
-    """Joins up to `few` neighbouring key blocks of one device into one column: (needed, the device of each column)."""
+    """Joins up to `few` neighbouring key blocks of one device into one column: (needed, owner) with columns in place of key blocks. A
+    column is needed if any of its blocks is.
+
+    needed   bool [rows, key blocks]
+    owner    int [key blocks]: the device of each
+    """
     starts = np.flatnonzero((np.arange(len(owner)) % few == 0) | (np.diff(owner, prepend=-1) != 0))
     return np.logical_or.reduceat(needed, starts, 1), owner[starts]
 
@@ -127,6 +135,10 @@ class Search:
     needed      bool [query chunks, key columns]: which columns a chunk reads
     work        [query chunks]: visited blocks of each
     key_owner   [key columns]: the device of each; None: columns are the chunks, and each device owns those of its own rows
+    mean        the mean load of a device
+    sums        int32 [query chunks + 1, key columns]: sums of `needed` over the chunks before each; `work_sums` likewise of `work`
+    others      how many key columns the other devices of a device have
+    senders, receivers   int [devices - 1, devices]: for each distance 1, 2, ... all pairs of devices at that distance
     """
 
     def __init__(self, needed: np.ndarray, work: np.ndarray, devices: int, key_owner: np.ndarray | None):
@@ -144,7 +156,7 @@ class Search:
     def improved(self, state: "State") -> "State":
         """The cheapest state among `state` and those after 1, 2, ... exchanges that each even out the loads by more than the traffic grows.
 
-        It ends when the loads are even or no exchange helps.
+        It ends when the loads are even, no exchange helps, or 4 * devices exchanges are made. `state` is not changed.
         """
         best = state
         for _ in range(4 * self.devices):
@@ -158,9 +170,10 @@ class Search:
         return best
 
     def traffic(self, sent: np.ndarray) -> np.ndarray:
-        """What a device receives, as a share of the key columns of all other devices: half what it needs, half what the rounds send.
+        """[...]: what a device receives, as a share of the key columns of all other devices: half what it needs, the mean over devices,
+        and half what the rounds send, the largest message of each distance. 0 for one device.
 
-        sent   [..., receiver, sender]: how many key columns travel
+        sent   [..., receiver, sender]: how many key columns travel; the diagonal does not count
         """
         if self.devices == 1:
             return np.zeros(sent.shape[:-2])
@@ -168,7 +181,9 @@ class Search:
         return (by_distance.max(-1) + by_distance.mean(-1)).sum(-1) / (2 * self.others)
 
     def _best_exchange(self, state: "State") -> "State | None":
-        """The state after the best exchange between the device with most work and one of those with least; None if none helps."""
+        """The state after the best exchange between the device with most work and one of the three with least (the one with least for
+        more than 8 devices): that whose gain in load, over the mean load, exceeds the growth of the traffic most. None if none does.
+        """
         high = int(state.loads.argmax())
         best: tuple[float, State] | None = None
         for low in np.argsort(state.loads, kind="stable")[: 3 if self.devices <= 8 else 1]:
@@ -183,7 +198,9 @@ class Search:
         return None if best is None else best[1]
 
     def with_less_traffic(self, state: "State") -> "State":
-        """The state after exchanges, drawn with fixed random numbers, that lower the traffic and keep the loads even."""
+        """The state after exchanges, drawn in STEPS steps with fixed random numbers, that lower the traffic and leave no load above EVEN
+        times the mean or the heaviest load of `state`, whichever is more. `state` itself if none lowers the traffic.
+        """
         draw = np.random.default_rng(0)
         limit = max(EVEN * self.mean, float(state.loads.max()))
         for _ in range(STEPS):

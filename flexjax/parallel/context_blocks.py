@@ -40,8 +40,8 @@ class Visited(typing.NamedTuple):
 def trace_mask(mask_mod: Callable, lengths: Lengths, batch: int | None, heads: int | None) -> TracedMod:
     """Traces a mask for a sequence of these lengths (queries, keys).
 
-    batch, heads   numbers of batch entries and of query heads; None: the mask does not read `b` (`h`), which raises ValueError if it
-                   does
+    batch, heads   numbers of batch entries and of query heads; None: not known. Raises ValueError if the mask reads `b` (`h`) and that
+                   number is None
     """
     traced = trace_mask_mod(mask_mod, (batch or BROADCAST, heads or BROADCAST, *lengths))
     for name, axis, count, what in (
@@ -63,7 +63,7 @@ def is_traced(traced: TracedMod) -> bool:
 def visited_blocks(traced: TracedMod, heads: tuple[int, int], sizes: Sizes) -> Visited:
     """The visited blocks of a mask whose captured arrays are known.
 
-    heads   (batch, heads): those that the mask tells apart, 1 for the others
+    heads   (batch entries, query heads) that are classified: their numbers in the call if the mask reads b (h), else 1
     sizes   q_len, kv_len, block_q, block_kv
     """
     mask = BlockedMask(traced.program, heads, sizes)
@@ -88,7 +88,12 @@ def visited_blocks(traced: TracedMod, heads: tuple[int, int], sizes: Sizes) -> V
 
 
 def _spread(full: np.ndarray, places: np.ndarray, fine: np.ndarray) -> np.ndarray:
-    """bool [rows * SIDE, columns * SIDE] from full squares, and the blocks `fine` [n, SIDE, SIDE] of the squares at `places`."""
+    """bool [rows * SIDE, columns * SIDE]: which blocks of one batch entry and head are visited.
+
+    full     bool [rows, columns]: the squares whose blocks are all visited; the others are not visited unless they are in `places`
+    places   int [n, 4], (b, h, row, column) of the squares that were classified block by block; b and h are not looked at
+    fine     bool [n, SIDE, SIDE]: which blocks of these squares are visited
+    """
     rows, columns = full.shape
     on = np.empty((rows, SIDE, columns, SIDE), bool)
     on[:] = full[:, None, :, None]

@@ -87,7 +87,9 @@ class OnDevice:
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
 
     def nothing_missing(self) -> Array:
-        """bool: whether every device has or receives all key blocks that its queries visit; the same on all devices."""
+        """bool scalar: whether every device has or receives, by the rounds of "neighbours", all key blocks that its queries visit. A
+        collective; the result is the same on all devices.
+        """
         exchange, count = self.exchange, self.tables.key_blocks.size
         numbers = jnp.arange(count, dtype=jnp.int32)
         captures = self.operands.mask_captures
@@ -105,7 +107,7 @@ class OnDevice:
 
     @functools.cached_property
     def visitors(self) -> typing.Self:
-        """This device with only those of its query blocks that visit received keys (Visitors)."""
+        """This device with only those of its query blocks that visit received keys; `tables.visitors` must be given."""
         operands, visitors = self.operands, typing.cast(Visitors, self.tables.visitors)
         query, query_extra = map(self.taken, (operands.query, operands.query_extra))
         own = operands._replace(query=query, query_extra=query_extra)
@@ -142,20 +144,25 @@ class OnDevice:
         return varying_as(self.operands.query, tree)
 
     def by_head(self, sinks: Array) -> Array:
-        """Numbers for each head, [N], in the score dtype and in a shape that broadcasts to lse."""
+        """`sinks`, a number for each query head, [N], in the score dtype and in a shape that broadcasts to lse: [N] for layout BTNH,
+        [N, 1] for BNTH.
+        """
         sinks = sinks.astype(self.call.plan.score_dtype)
         return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
 
     @property
     def blocks_of_part(self) -> int:
-        """How many key blocks of this device travel around the ring together, as a part of a shard; 0 if whole shards travel."""
+        """How many key blocks of this device travel around the ring together, as one of RING_PARTS equal parts of a shard; 0 if whole
+        shards travel: if the block lists are in the tables, or a shard has fewer than RING_PARTS * PART_BLOCKS blocks or no such parts.
+        """
         blocks = self.tables.key_blocks.shape[1]
         in_parts = self.tables.lists is None and blocks >= RING_PARTS * PART_BLOCKS and blocks % RING_PARTS == 0
         return blocks // RING_PARTS if in_parts else 0
 
     def over_heads(self) -> tuple[typing.Self, Callable, Callable]:
-        """(the call on this device with all tokens of a part of the heads, there, back).
+        """(the call on this device with all tokens of a part of the heads, there, back), for the method "all_to_all".
 
+        The new call is one of a single device, which exchanges nothing and has one stage. Device i has the i-th part of the heads.
         there(x, side) turns an array over queries (side "query") or keys ("key") of this device's tokens and all heads into one of all
         tokens and this device's part of the heads; back(x, side) is its inverse. Both are collectives.
         """

@@ -92,7 +92,9 @@ class Exchange(typing.NamedTuple):
         return lax.ppermute(x, names, [(int(numbers[i]), int(numbers[(i + shift) % n])) for i in range(n)])
 
     def receive(self, own: Keys) -> Keys:
-        """The key blocks that other devices send to this one, the rounds one after the other."""
+        """The key blocks that other devices send to this one, the rounds one after the other, as the Keys of stage 1; their numbers are
+        -1 where a message is filled up. A collective of the method "neighbours", which must have a round.
+        """
         packed, numbers = [], []
         for shift, send, received in zip(self.call.shifts, self.tables.send, self.tables.received, strict=True):
             packed.append(self.shifted(self.pack(own.arrays, send[self.me]), shift))
@@ -120,9 +122,9 @@ class Exchange(typing.NamedTuple):
         return [self.shifted(x, 1) for x in arrays]
 
     def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
-        """The arrays that visit this device after `step` steps of the ring, as Keys with the numbers of their blocks.
+        """The arrays that are on this device after `step` steps of the ring, as Keys with the numbers of their blocks; sends nothing.
 
-        arrays   key, value and, if the call has it, key_extra
+        arrays   key, value and, if the call has it, key_extra, of the device that is `step` places before this one
         part     which part of each shard travels around the ring; None: whole shards
         """
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
@@ -131,24 +133,24 @@ class Exchange(typing.NamedTuple):
         return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, (0, step))
 
     def part_of(self, x: Array, part: "Part") -> Array:
-        """The key blocks of a part of an array over keys."""
+        """The key blocks of `part` of x, an array over this device's keys in the plan's layout."""
         size = part.blocks * self.call.block_size[1]
         return lax.dynamic_slice_in_dim(x, part.number * size, size, token_axis(self.call.plan))
 
     def with_part(self, x: Array, part: "Part", new: Array) -> Array:
-        """x with the key blocks of a part replaced."""
+        """x, an array over this device's keys, with the key blocks of `part` replaced by `new`."""
         size = part.blocks * self.call.block_size[1]
         return lax.dynamic_update_slice_in_dim(x, new, part.number * size, token_axis(self.call.plan))
 
     # ------------------------------------------------------------------ all_gather
 
     def gather(self, own: Keys) -> Keys:
-        """All key blocks, in the order of the sequence."""
+        """All key blocks of all devices, in the order of the sequence; a collective. own: the key blocks of this device."""
         everything = self.in_order(self.all_gather(self.pack(own.arrays)), self.tables.key_blocks)
         return self.keys(everything, own, jnp.arange(everything.shape[1], dtype=jnp.int32))
 
     def all_gather(self, packed: Array) -> Array:
-        """The packed blocks of all devices, device by device."""
+        """The packed blocks of all devices, device by device along axis 1; `packed` itself on one device."""
         return lax.all_gather(packed, self.call.axes, axis=1, tiled=True) if self.call.axes else packed
 
     def in_order(self, packed: Array, blocks: Array) -> Array:
@@ -165,7 +167,7 @@ class Exchange(typing.NamedTuple):
         return jnp.take(packed, blocks.reshape(-1), axis=1)
 
     def scatter_sums(self, gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of this device's keys, summed over the devices in their order.
+        """The gradients of this device's keys, summed over the devices in their order, in the dtype of `gradients`; a collective.
 
         gradients   of all keys in the order of the sequence, the terms that this device computed
         """
@@ -211,6 +213,6 @@ class Exchange(typing.NamedTuple):
 
 
 def exchange_on(call: ContextCall, tables: Tables) -> Exchange:
-    """The exchange of the device that this code runs on."""
+    """The exchange of the device that this code runs on; its number is 0 for a call without axes."""
     me = lax.axis_index(call.axes).astype(jnp.int32) if call.axes else 0
     return Exchange(call, tables, me)

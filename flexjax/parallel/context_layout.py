@@ -73,12 +73,14 @@ class ContextLayout:
 
     @property
     def loads(self) -> Array | np.ndarray:
-        """[devices]: the work of each device in visited blocks, the mean over batch entries and heads."""
+        """float [devices]: the work of each device in visited blocks, the mean over batch entries and heads. Raises ValueError if the
+        mask was traced.
+        """
         return self._counted(self._loads, "loads")
 
     @property
     def blocks_received(self) -> Array | np.ndarray:
-        """int [devices]: the key blocks that each device needs from others."""
+        """int [devices]: how many key blocks each device needs from others. Raises ValueError if the mask was traced."""
         return self._counted(self._blocks_received, "blocks_received")
 
     def padded(self, side: Side = "query") -> int:

@@ -48,6 +48,7 @@ def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rou
     """The block lists of a call whose mask and layout are known; None if the mask reads b or h, or there are more than MOST_BLOCKS
     pairs of blocks: the devices then classify blocks when the program runs.
 
+    mask     the mask of the whole sequence; its arrays and the numbers of the layout must be known
     method   one of context_parallel.METHODS
     rounds   of the method "neighbours"; None for other methods
     """
@@ -157,8 +158,8 @@ def _classified(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(partial, full): coordinates [n, 4] of the pairs of a query block and a key block that are partial, and of those that are full.
 
-    queries, keys   int32: numbers of blocks in the sequence; -1, or a number past the end, stands for no block. Coordinates
-                    are indices in these arrays
+    queries, keys   int32 [rows], [columns]: numbers of blocks in the sequence; -1, or a number past the end, stands for no block. A
+                    coordinate is (0, 0, index in `queries`, index in `keys`)
     """
     real, starts = [], []
     for blocks, size, length in zip((queries, keys), layout.block_size, (layout.q_len, layout.kv_len), strict=True):

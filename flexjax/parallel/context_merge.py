@@ -11,7 +11,10 @@ Array = jax.Array
 
 
 class Part(typing.NamedTuple):
-    """What a device computed of its rows: out [B, T, N, E], lse and max_scores [B, T, N] in float32; max_scores None if not asked."""
+    """The results of a device's rows over some or all keys: out [B, T, N, E], lse and max_scores (`top`) [B, T, N], in the plan's layout.
+
+    They are in the score dtype; out is in the dtype of query where nothing more is to be merged. top is None unless the plan asks for it.
+    """
 
     out: Array
     lse: Array

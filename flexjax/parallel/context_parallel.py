@@ -110,8 +110,10 @@ class Visitors(typing.NamedTuple):
 
 
 class Tables(typing.NamedTuple):
-    """Arrays that say who owns and who sends which blocks, the same on every device; see ContextLayout and Rounds.
+    """Arrays that say who owns and who sends which blocks, the same on every device.
 
+    query_blocks, key_blocks   int32 [devices, blocks of each], see ContextLayout
+    send, received             for each round of "neighbours" int32 [devices, width], see Rounds; () for other methods
     lists     of each stage, for every device (context_lists.py); None where devices classify their blocks
     visitors  see Visitors; None where all query blocks may visit received keys
     classes   int8 [1 or B, 1 or N, query blocks, key blocks]: the classes of the blocks for a mask made from the user's lists;
@@ -285,7 +287,8 @@ def decide(
     lists_known   bool [query blocks, key blocks]: the visited blocks of a mask from user lists; None for other masks
 
     If mask and layout are known, the rounds are those that this mask needs. If not, they are those of the layout, which were
-    made for known values, and `checked` says that they may lack a block.
+    made for known values, and `checked` says that they may lack a block. On one device the method is "all_gather", whatever the
+    context asks for.
     """
     if layout.devices == 1:
         return Decision("all_gather", None, False)
@@ -325,7 +328,10 @@ KEPT_ROUNDS = 16
 
 
 def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None) -> Rounds:
-    """The rounds in which the devices get all key blocks that a known mask visits; cached. `entries`, `lists_known`: see `decide`."""
+    """The rounds in which the devices get all key blocks that a known mask visits. `entries`, `lists_known`: see `decide`.
+
+    Those of the last KEPT_ROUNDS masks are kept in _ROUNDS, except those of user lists.
+    """
     batch, query_heads = entries
     heads = (batch if mask.program.reads("b") else 1, query_heads if mask.program.reads("h") else 1)
     sizes = (layout.q_len, layout.kv_len, *layout.block_size)

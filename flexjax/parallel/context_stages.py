@@ -149,7 +149,10 @@ def stage_of(
 
     problem    of the device's batch entries and heads
     operands   of the call; query and query_extra are those of the device
+    tables     their `query_blocks` are the queries of the stage. Its block lists are those of `tables.lists`; if these are None, the
+               device classifies each pair of blocks when the program runs
     me         the number of the device
+    keys       the key blocks
     sinks      whether the stage has the sinks
     partial    whether there are other stages, to whose results those of this one are added
     """

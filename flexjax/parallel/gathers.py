@@ -32,7 +32,7 @@ _said: set[object] = set()
 
 
 def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
-    """Warns, once a plan and process, if a forward pass whose work is split by `split` has to gather operands.
+    """Warns, once for each plan in a process, if a forward pass whose work is split by `split` has to gather operands.
 
     arrays   the operands or their shapes, as a flat list
     specs    how each of them is split now
@@ -51,7 +51,7 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
 
 
 def warn_of_whole_calls(problem: Problem, why: str) -> None:
-    """Warns, once a plan and reason, that every device computes all of a call.
+    """Warns, once for each plan and reason in a process, that every device computes all of a call.
 
     why   the reason and what to do: whole sentences, the beginning of the message
     """

@@ -46,9 +46,9 @@ class Split:
 
     mesh           an abstract mesh, which has the names and sizes of the axes
     batch, heads   the axes over which the batch and the query heads are split, the outermost first
-    keys           those of `heads` that may also split fewer key heads; None: as many as divide the key heads
-    extras         those of `heads` that may also split the heads of key_extra, where these are other heads than those of query and
-                   key; None: as many as divide them
+    keys           the first axes of `heads`, over which the key heads may be split where there are fewer of them than query heads;
+                   None: all of `heads`. `key_axes` leaves out the last ones until they divide the key heads
+    extras         the same for the heads of key_extra, where their number is neither that of the query heads nor of the key heads
     """
 
     mesh: Mesh
