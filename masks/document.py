@@ -71,7 +71,7 @@ def document(
                 f"`document` got `kv_segment_ids` beside `{given[0]}`; expected it beside `segment_ids`. Number the keys with "
                 "`segment_ids` too."
             )
-        return _of_offsets(_starts(lengths) if offsets is None else _offsets(offsets))
+        return _of_offsets(_offsets_of_lengths(lengths) if offsets is None else _checked_offsets(offsets))
     advice = "Pass the document number of each token."
     q_ids = integer_array("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
     kv_ids = q_ids
@@ -94,16 +94,18 @@ def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:
     return mask_mod
 
 
-def _starts(lengths: ArrayLike | None) -> Array:
-    """The offsets, int32 `[n + 1]` or `[B, n + 1]`, of documents of the given `lengths`; ValueError if these are not integer."""
+def _offsets_of_lengths(lengths: ArrayLike | None) -> Array:
+    """The offsets, int32 `[n + 1]` or `[B, n + 1]`, of documents of the given `lengths`, which are not None: the first is 0. Raises
+    ValueError if they are not an integer array of one or two axes.
+    """
     assert lengths is not None
     shapes = {1: "[n]", 2: "[B, n]"}
     counted = integer_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
     return jnp.pad(jnp.cumsum(counted, axis=-1), [(0, 0)] * (counted.ndim - 1) + [(1, 0)]).astype(jnp.int32)
 
 
-def _offsets(offsets: ArrayLike) -> Array:
-    """The user's offsets as an int32 array; ValueError if they are not an integer array of one or two axes."""
+def _checked_offsets(offsets: ArrayLike) -> Array:
+    """The user's offsets as an int32 array; raises ValueError if they are not an integer array of one or two axes."""
     shapes = {1: "[n + 1]", 2: "[B, n + 1]"}
     advice = "Pass where each document starts, and where the last one ends."
     return integer_array("document", "offsets", offsets, shapes, advice).astype(jnp.int32)

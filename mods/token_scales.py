@@ -57,7 +57,8 @@ def query_scales(scales: ArrayLike) -> ScoreMod:
 
 
 def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> Array:
-    """Returns `scales` as a floating array of three axes, adding axes of size 1; ValueError if it has another rank or dtype.
+    """Returns `scales` as a floating array of three axes: `[T]` becomes `[1, 1, T]`, `[B, T]` becomes `[B, 1, T]`.  Raises ValueError if
+    it has another rank or dtype.
 
     call:     the name of the factory, for errors
     shapes:   each allowed rank with its spelling, such as `{1: "[S]"}`

@@ -137,14 +137,16 @@ class BlockMask(Parts):
             )
 
     def to_dense(self) -> Array:
-        """int32 [B, H, q_blocks, kv_blocks]: 1 for blocks that are visited (partial or full), 0 for empty ones."""
+        """int32 [B, H, q_blocks, kv_blocks]: 1 for blocks that are visited (partial or full), 0 for empty ones. Raises ValueError for a
+        stack of block masks.
+        """
         self._refuse_stack()
         partial, full = self._flags()
         return (partial | full).astype(jnp.int32)
 
     def to_mask(self) -> Array:
         """bool [B, H, q_len, kv_len]: whether each entry is visible, by the lists and the mask as kernels apply them. For tests,
-        because it has the size of the attention matrix.
+        because it has the size of the attention matrix. Raises ValueError for a stack of block masks.
         """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
@@ -206,7 +208,7 @@ class BlockMask(Parts):
 
         An int keeps its axis with size 1. Query 0 of the result is the first selected query, as decoding and chunked prefill
         need, and the mask_mod of the result is shifted accordingly. The mask of a query stays the same if query blocks are
-        selected out of order.
+        selected out of order. Raises ValueError for a mask with an origin, for a stack of masks and for an index that does not fit.
         """
         self._refuse_stack()
         if self.origin is not None:

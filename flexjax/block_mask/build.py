@@ -65,8 +65,12 @@ def from_mask_mod(
 
 
 def trace_placed_mask(mask_mod: Callable, sizes: Sizes, origin: OriginTable | None) -> TracedMod:
-    """Traces the mask of a call with these sizes (batch, heads, q_len, kv_len): it adds origin.batch to b and origin.head to h, and
-    its q and kv are positions in the whole problem.
+    """Traces `mask_mod` for a call with these sizes (batch, heads, q_len, kv_len). The program takes b and h of the call, to which it
+    adds origin.batch and origin.head, and positions q and kv in the whole problem.
+
+    origin   None: nothing is added. Numbers of the origin that the program reads follow the captured arrays of mask_mod
+
+    Raises ModError, a ValueError, for a mask_mod that cannot be traced.
     """
     traced = trace_mask_mod(mask_mod, sizes_of(origin, sizes))
     (program,), more = shift_heads((traced.program,), origin, *sizes[:2])
@@ -83,7 +87,8 @@ def from_traced(
     """The block mask of a mask function that was traced already.
 
     traced  as `trace_placed_mask` returns it
-    heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one
+    heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one. An origin with a row for
+            each batch entry gives each of them lists of its own
     sizes   q_len, kv_len, block_q, block_kv
     exact   see create_block_mask; None counts as False if a captured array is traced
     origin  where the mask's queries and keys lie in the whole problem; its arrays count as captured arrays. Raises
@@ -136,7 +141,7 @@ def from_traced(
 
 
 def _unsplit(x: Array) -> Array:
-    """The array, gathered if explicit mesh axes split it: every device then has all of it."""
+    """The array itself; if explicit mesh axes split it, a copy that is gathered, so that every device has all of it."""
     where = jax.typeof(x).sharding
     if all(part is None for part in where.spec):
         return x

@@ -164,7 +164,8 @@ def _places(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, n
     """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis.
 
     A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty),
-    and only the blocks of the other squares are classified one by one.
+    and only the blocks of the other squares are classified one by one. Programs for which `can_be_tiled` is False, and masks whose
+    origin has several runs, are classified block by block.
     """
     large = math.prod(mask.heads) * math.prod(mask.counts) > COARSE_FROM and max(mask.counts) > SIDE
     apart = mask.origin is not None and not mask.origin.single  # a square of blocks may straddle two runs
@@ -260,7 +261,8 @@ def codes_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> Iterator[tupl
 def check_exactly(mask: BlockedMask, captures: Sequence[Array], places: np.ndarray) -> np.ndarray:
     """The class of each block at the coordinates `places` [n, 4], int8 [n] on the host, found by evaluating all its entries.
 
-    The blocks are evaluated in chunks of at most CHUNK_ENTRIES entries (at least one block), each by `classes_of_entries`.
+    The blocks are evaluated in chunks of at most CHUNK_ENTRIES entries (at least one block), each by `classes_of_entries`. No places
+    give int8 [0].
     """
     run = _compiled_entries(mask)
     at_once = max(1, CHUNK_ENTRIES // (mask.sizes[2] * mask.sizes[3]))
@@ -277,7 +279,7 @@ def check_exactly(mask: BlockedMask, captures: Sequence[Array], places: np.ndarr
 
 @functools.lru_cache(maxsize=256)
 def _compiled_entries(mask: BlockedMask) -> Callable:
-    """`classes_of_entries` as a compiled function of captures and places."""
+    """`classes_of_entries` as a compiled function (captures, places) -> int8 [n]; cached by the mask."""
     return jax.jit(lambda captures, places: classes_of_entries(mask, captures, places))
 
 
@@ -306,7 +308,8 @@ def classes_of_entries(mask: BlockedMask, captures: Sequence[Array], places: Arr
 
 @functools.lru_cache(maxsize=256)
 def compiled_traced(mask: BlockedMask, exact: bool) -> Callable:
-    """`classify_traced` as a compiled function of the captures.
+    """`classify_traced` as a compiled function of the captures, which returns int8 [batch, heads, q_blocks, kv_blocks]; cached by the mask
+    and `exact`.
 
     It is compiled because inside shard_map without jit each operation would be compiled and run alone.
     """

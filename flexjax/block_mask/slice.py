@@ -23,6 +23,7 @@ Array = jax.Array
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
 
+    mask       must have no origin
     index      at most three parts (batch entries, heads, query blocks) and an Ellipsis; parts that are left out select
                all. An int keeps its axis, with one element
     mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in
@@ -88,7 +89,7 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
 
 
 def _queries(mask: Parts, blocks: np.ndarray) -> int:
-    """How many queries the query blocks with the numbers `blocks` have together.
+    """How many queries the query blocks with the numbers `blocks` have together; the last block of the mask may be incomplete.
 
     Raises ValueError if the mask's incomplete last block is selected before another block.
     """

@@ -58,7 +58,7 @@ def lists_of_whole_arrays(mask: BlockedMask, captures: Sequence[Array], exact: b
 def _lists(*captures: Array, mask: BlockedMask, exact: bool) -> list[Array]:
     """What the primitive computes: classifies all blocks of the mask, and returns the four list arrays of the classes.
 
-    captures   the arrays that the mask program captures
+    captures   the arrays that the mask program reads, followed by the tables of its origin
     exact      whether uncertain blocks are evaluated entry by entry; False: they count as partial
     """
     return lists_of_classes(compiled_traced(mask, exact)(captures))

@@ -133,7 +133,9 @@ def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Arra
 
 
 def _transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """What `transposed` returns."""
+    """The transposed pair of lists from the same arguments as `transposed`, by numpy on known lists, else by operations of the caller's
+    program.
+    """
     num, index = not_folded(num, index)
     back_num, back = lists_of(flags_of_lists(num, index, columns).swapaxes(-1, -2))
     return back_num, back[..., :width]
@@ -171,7 +173,7 @@ def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames="columns")  # eagerly each operation would be compiled alone
 def _flags_by_jit(num: Array, index: Array, columns: int) -> Array:
-    """What `flags_of_lists` returns, on the device."""
+    """`flags_of_lists` on the device: bool [..., rows, columns], True at the blocks that a pair of lists names."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     place = jnp.where(live, index, columns)
     flat = place.reshape(math.prod(num.shape), place.shape[-1])

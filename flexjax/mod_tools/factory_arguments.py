@@ -50,7 +50,10 @@ def integer_or_vector(call: str, name: str, value: ArrayLike, axis: str, least: 
 
 
 def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...], advice: str) -> tuple[int, ...]:
-    """Returns `value` as a tuple of ints of at least 1, one for each of the names `axes`; else raises ValueError."""
+    """Returns `value`, a tuple or list, as a tuple of ints of at least 1, one for each of the names `axes`; else raises ValueError.
+
+    axes:   names of the elements, such as ("height", "width"), for errors
+    """
     numbers = [_as_int(v) for v in value] if isinstance(value, Sequence) else []
     checked = tuple(n for n in numbers if n is not None and n >= 1)
     if len(numbers) != len(axes) or len(checked) != len(axes):
@@ -105,7 +108,7 @@ def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], 
 
 
 def finite_number(call: str, name: str, value: object, advice: str) -> float:
-    """Returns `value` as a finite float; else raises ValueError."""
+    """Returns `value`, a number of Python or numpy, as a finite float. Raises ValueError for others, for a bool and for arrays."""
     number = _as_float(value)
     if number is None:
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number. {advice}")
@@ -113,7 +116,7 @@ def finite_number(call: str, name: str, value: object, advice: str) -> float:
 
 
 def positive_number(call: str, name: str, value: object, advice: str) -> float:
-    """Returns `value` as a finite float above 0; else raises ValueError."""
+    """Returns `value`, a number of Python or numpy, as a finite float above 0. Raises ValueError for others, for a bool and for arrays."""
     number = _as_float(value)
     if number is None or number <= 0:
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number above 0. {advice}")

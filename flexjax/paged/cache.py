@@ -189,10 +189,12 @@ class Places(typing.NamedTuple):
 
 
 def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> tuple[Array, Array | None]:
-    """(pool, scales): a pool of keys or values with new tokens written to it, and its scales.
+    """(pool, scales): a pool of keys or values with new tokens written to it, after the copies of pages that `at.growth` names, and its
+    scales.
 
     scales   float32 [M], which stay, or [P, M], which get an entry for each page that begins; None if the pool is not quantised
-    tokens   [tokens, M, D], not yet cast or quantised
+    tokens   [tokens, M, D] ([tokens, M, E] of values), not yet cast or quantised
+    at       where each of them goes; a token whose page is P is not written
     """
     if scales is not None and scales.ndim == 2:
         most = jnp.max(jnp.abs(tokens.astype(jnp.float32)), -1)

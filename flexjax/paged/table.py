@@ -73,9 +73,9 @@ def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTab
 
     A growing request needs a page for each entry of its row, between its stored tokens and the total, that is a hole or shares its
     page, and one page more for the copy of its last page if that is partly filled and shared and no page is reserved for the
-    copy yet. It gets all pages that it needs or none. Requests are served in the order of their rows; one that does not fit is left as it is, and later ones may still
-    fit. A total that needs more than n entries (`table.pages` is [R, n]) is never granted. `lengths` stays: `append` moves it.
-    Raises ValueError for arguments of other types or shapes.
+    copy yet. It gets all pages that it needs or none. Requests are served in the order of their rows; one that does not fit is left
+    as it is, and later ones may still fit. A total that needs more than n entries (`table.pages` is [R, n]) is never granted.
+    `lengths` stays: `append` moves it. Raises ValueError for arguments of other types or shapes.
     """
     page = check_table(table, None)
     totals = check_int32("new_lengths", new_lengths, table.lengths.shape)
@@ -153,7 +153,7 @@ def release(table: PageTable, requests: Array | np.ndarray) -> PageTable:
 def _first_fit(cost: Array, free: Array) -> Array:
     """Which requests get their pages, bool [R], if they are served in order of rows and those that do not fit are skipped.
 
-    cost   int32 [R]: how many pages each request needs
+    cost   int32 [R]: how many pages each request needs; a request that needs none is always granted
     free   int32 scalar: how many pages are free
 
     Each round skips the first request that does not fit, so there are as many rounds as requests that are refused.
