@@ -58,7 +58,9 @@ class DecodeCase:
     shared: int = 0
 
     def lengths(self) -> np.ndarray:
-        """Keys of each request, int32 [batch]."""
+        """Keys of each request, int32 [batch]: `keys` for all without `mean`, else drawn with a fixed seed from q_len to `longest`, with
+        `longest` itself for request batch // 2.
+        """
         if not self.mean:
             return np.full(self.batch, self.keys, np.int32)
         found = np.random.default_rng(0).lognormal(0.0, 1.0, self.batch)
@@ -100,7 +102,9 @@ class DecodeCase:
         return self.keys - self.q_len
 
     def ancestors(self) -> np.ndarray:
-        """Which of the queries each query sees under the mod "tree": bool [q_len, q_len]. Query n is a child of query (n - 1) // 2."""
+        """Which of the queries each query sees under the mod "tree", itself and its ancestors: bool [q_len, q_len]. Query n is a child of
+        query (n - 1) // 2.
+        """
         seen = np.eye(self.q_len, dtype=bool)
         for n in range(1, self.q_len):
             seen[n] |= seen[(n - 1) // 2]

@@ -53,7 +53,10 @@ def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
     """The arrays of a call, by name: query [copies, B, T, N, D]; key and value [copies, B, S, M, D], or in pages [P, page, M, D]; the
     small arrays of `given`; and for cuDNN and tokamax "mask", bool, or "bias", bfloat16, [1 or B, 1 or N, T, S].
 
+    peer    the name of the peer, which decides what stands past a length (see the top of the file) and who gets "mask" or "bias"
     given   the arrays of `case.arrays()`
+
+    A quantised cache has its numbers divided by `case.scale()`, clipped and, for int8, rounded.
     """
     made = dict(given)
     made["query"] = _repeated(given["query"], case.query_shape())
@@ -300,13 +303,17 @@ def compiled_case(peer: str, case: DecodeCase, run: Run | None = None) -> Compil
 
 
 def reference(case: DecodeCase, arrays: Arrays) -> Outs:
-    """(out,): dense attention of the requests case.entries() on the last copy, float32 [entries, T, N, D]."""
+    """(out,): dense attention of the requests case.entries() on the last copy, float32 [entries, T, N, D]. arrays: from `make_arrays`."""
     with jax.default_matmul_precision("highest"):
         return (jnp.stack([dense(case, int(case.lengths()[b]), arrays, jnp.int32(b)) for b in case.entries()]),)
 
 
 def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
-    """out of request b on the last copy, float32 [T, N, D]; `length` is the number of its keys."""
+    """out of request b (an int32 scalar) on the last copy, float32 [T, N, D], by dense attention with the mods of the case.
+
+    length   the number of keys of the request, an int
+    arrays   from `make_arrays`
+    """
     T, N, M, D = case.q_len, case.q_heads, case.kv_heads, case.dim
     query = arrays["query"][-1, b].astype(jnp.float32).reshape(T, M, N // M, D)
     key, value = (_keys_of(case, arrays, name, b)[:length] for name in ("key", "value"))

@@ -58,13 +58,17 @@ def flexjax(problem: Workload, deterministic: bool = True, **fields: Any) -> Att
 
 
 def jax_nn(problem: Workload) -> Attention:
-    """cuDNN's attention through jax.nn.dot_product_attention; masks only that it has arguments for, no score mod."""
+    """cuDNN's attention through jax.nn.dot_product_attention, for workloads with a full, causal or window mask and no score mod; those of
+    other workloads are ignored (`Workload.skipped` leaves such workloads out).
+    """
     options: dict[str, Any] = dict(implementation="cudnn", **_mask_arguments(problem))
     return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def tokamax(problem: Workload) -> Attention:
-    """tokamax's Mosaic GPU kernels; masks only that it has arguments for, no score mod but the soft cap."""
+    """tokamax's Mosaic GPU kernels, for workloads with a full, causal or window mask and no score mod but the soft cap; others are ignored
+    (`Workload.skipped` leaves such workloads out). Raises ImportError if tokamax is not installed.
+    """
     import tokamax as package
 
     options: dict[str, Any] = dict(implementation="mosaic", **_mask_arguments(problem))
@@ -95,7 +99,7 @@ def flash_attention_3(problem: Workload) -> Attention:
 
 
 def _mask_arguments(problem: Workload) -> dict[str, Any]:
-    """The workload's mask, causal or a window, as keyword arguments of `jax.nn.dot_product_attention`; {} for full attention."""
+    """The workload's mask, causal or a window, as keyword arguments of `jax.nn.dot_product_attention`; {} for any other mask."""
     words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
     return words | (dict(local_window_size=(problem.parameter - 1, 0)) if problem.mask == "window" else {})
 
@@ -143,8 +147,9 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
     make     the peer, from the workload to its attention function
     folder   the folder of the run, which has the lock on the device
 
-    Returns (the seconds of the forward pass, of the backward pass and of the first call, and how they were measured; float32
-    sample rows of out and of each gradient, by name).
+    Returns ({"forward", "backward", "first_call": seconds, "how": how the passes were measured}, {"out", "dq", "dk", "dv" and, if the
+    workload learns, "learned": float32 sample rows}). The time of the backward pass is that of both passes less that of the forward
+    pass; the first call is that of both, with its compilation. The lock is held while passes are timed.
     """
     arrays, array = on_device(problem)
     start = time.perf_counter()

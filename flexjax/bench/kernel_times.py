@@ -24,7 +24,7 @@ def _by_cupti(call: Callable[..., object], *operands: Operand, calls: int, aggre
 
 
 def kernel_times(call: Callable[..., object], *operands: Operand, calls: int = 20) -> dict[str, float]:
-    """The seconds of each kernel of a call by its name, summed over its launches: medians over `calls` calls.
+    """The seconds of each kernel of a call by its name, summed over its launches: medians over those of `calls` calls that launch it.
 
     call   a jitted or compiled function
 

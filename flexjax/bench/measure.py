@@ -128,9 +128,9 @@ def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.n
     """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows,
     N, D] each.
 
-    rows   the positions of these queries
+    rows   int [n]: the positions of these queries, each of which must see a key
 
-    The workload's mask is applied; a score mod is not.
+    The workload's mask is applied; a score mod is not. The arrays are rounded to the dtype of the workload first.
     """
     stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
     q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))

@@ -141,7 +141,9 @@ def main() -> int:
 
 
 def report(compiled: dict[Case, tuple[Compiled, Compiled]]) -> int:
-    """Times the compiled cases one after the other and prints what `main` promises; its return value is that of `main`."""
+    """Times the compiled cases one after the other; prints a line of a Markdown table for each, then the worst and the median ratio of the
+    cases of each limit. Returns 1 if any case exceeds its limit, else 0.
+    """
     print("| problem | fixed ms | any ms | fixed / any | allowed |\n|---|---|---|---|---|")
     found: dict[Case, float] = {}
     for case, both in compiled.items():

@@ -200,8 +200,10 @@ def compile_steps(
 
 
 def largest_errors(numbers: dict[str, Weights]) -> dict[str, float]:
-    """The largest relative difference of loss and norms from those of the reference, for each attention of the same model but the
-    reference; inf where one is no number.
+    """The largest relative difference of loss and norms from those of the reference, by name, for each attention of the same model but the
+    reference; inf where one is no number. {} if no reference (REFERENCES) ran.
+
+    numbers   the loss and the norms of gradients of each attention, by the names of ATTENTIONS
     """
     reference = next((name for name in REFERENCES if name in numbers), None)
     found = {}

@@ -36,7 +36,8 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
 
     folder   the folder of the run, which has the lock on the device
 
-    Returns what `_timed` returns: (seconds of each pass and of the first call, float32 sample rows of out and gradients).
+    Returns ({"forward", "backward", "first_call": seconds, "how": how the passes were measured}, {"out", "dq", "dk", "dv" and, if the
+    workload learns, "learned": float32 sample rows}). Resets torch's compiler first.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -57,8 +58,12 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
 
 
 def measure_flash(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Measures torch's FlashAttention-2 (scaled_dot_product_attention) on a workload that is full or causal, without a score mod; arguments
-    and results as of `measure`.
+    """Measures torch's FlashAttention-2 (scaled_dot_product_attention) on a workload whose mask is full or causal and which has no score
+    mod. Any other mask counts as full.
+
+    folder   the folder of the run, which has the lock on the device
+
+    Returns the two dicts that `measure` returns.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -79,7 +84,9 @@ def measure_flash(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[
 
 
 def _operands(problem: Workload) -> tuple[Any, ...]:
-    """The tensors of a workload: q, k, v and d_out [B, heads, T, D], and what the score mod reads or None."""
+    """The tensors of a workload on the GPU: q, k, v and d_out, contiguous [B, heads, T, D] in the dtype of the workload, and what the score
+    mod reads or None. q, k and v want gradients, and so does what the mod reads if the workload learns.
+    """
     arrays, array = random_arrays(problem)
     q, k, v, d_out = (
         tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
