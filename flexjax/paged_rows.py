@@ -232,18 +232,19 @@ class Tiles(typing.NamedTuple):
     first     int32 [tiles]: its first query, among those of its segment
     count     int32 [tiles]: how many queries it has
     members   int32 [tiles, size]: numbers of its queries, in sorted order; arbitrary from `count` on
-    before    int32 [segments]: how many tiles the segments before each have
+    last      int32 [segments]: the number of the last tile of each segment, which has its first queries
     """
 
     segment: Array
     first: Array
     count: Array
     members: Array
-    before: Array
+    last: Array
 
 
 def _cut(counts: Array, starts: Array, most: int, size: int) -> Tiles:
-    """Cuts segments into tiles of `size` queries, of which the last tile of a segment may have fewer.
+    """Cuts segments into tiles of `size` queries, of which the one with the last queries of a segment may have fewer. The tiles of a segment
+    come from its last to its first: under a causal mask those that see most keys then start first.
 
     counts    int32 [segments]: how many queries each segment has
     starts    int32 [segments]: the number of its first query, where queries are numbered in the order of segments
@@ -253,11 +254,16 @@ def _cut(counts: Array, starts: Array, most: int, size: int) -> Tiles:
     needs = -(-counts // size)
     after = jnp.cumsum(needs, dtype=jnp.int32)
     number = jnp.arange(most, dtype=jnp.int32)
-    segment = jnp.minimum(jnp.searchsorted(after, number, side="right").astype(jnp.int32), segments - 1)
-    first = (number - (after - needs)[segment]) * size
-    count = jnp.clip(counts[segment] - first, 0, size)
+    # compare_all is one kernel; a binary search is a loop of several on a GPU
+    segment = jnp.searchsorted(after, number, side="right", method="compare_all").astype(jnp.int32)
+    segment = jnp.minimum(segment, segments - 1)
+    left = (
+        after[segment] - 1 - number
+    )  # tiles of the segment that come after this one; negative for tiles that are left over
+    first = jnp.maximum(left, 0) * size
+    count = jnp.where(left < 0, 0, jnp.clip(counts[segment] - first, 0, size))
     members = (starts[segment] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)
-    return Tiles(segment, first, count, members, after - needs)
+    return Tiles(segment, first, count, members, after - 1)
 
 
 def _taken(x: Array, at: Array) -> Array:
@@ -306,7 +312,7 @@ def ragged_rows(rows: Rows, queries: Queries, size: int, least: int = 1) -> Rows
         jnp.where(tiles.count > 0, rows.key_lengths[request], 0),
         Origin(query=position, whole=(None, None, inputs.kv_len + size, inputs.kv_len)),
         request,
-        place=jnp.stack([tiles.before[queries.request] + place // size, place % size], 1),
+        place=jnp.stack([tiles.last[queries.request] - place // size, place % size], 1),
         exists=queries.exists,
         shape=queries.shape,
     )
@@ -363,7 +369,7 @@ def prefix_rows(rows: Rows, queries: Queries, shared: SharedPrefix, size: int) -
         None,
         _taken(queries.request, members),
         _taken(at, members),
-        jnp.stack([tiles.before[jnp.maximum(group, 0)] + rank // size, rank % size], 1),
+        jnp.stack([tiles.last[jnp.maximum(group, 0)] - rank // size, rank % size], 1),
         member,
         queries.shape,
     )

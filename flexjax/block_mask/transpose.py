@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from flexjax.block_mask.host_or_program import known, not_folded
@@ -19,6 +20,9 @@ from flexjax.block_mask.host_or_program import known, not_folded
 Array = jax.Array
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MOST_PAIRS = 1 << 21
+"""The most comparisons, of pairs of columns of all rows, by which lists are made in a program on GPUs and TPUs. There launches take
+longer than what they compute; a CPU scatters."""
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
@@ -41,6 +45,22 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
         num = np.asarray(flags).sum(-1, dtype=np.int32)
         first = np.argsort(~np.asarray(flags), axis=-1, kind="stable").astype(np.int32)
         return num, np.where(np.arange(columns) < num[..., None], first, 0)  # pyright: ignore[reportReturnType]
+    if flags.size * columns <= MOST_PAIRS:
+        return lax.platform_dependent(flags, cpu=_lists_by_scatter, default=_lists_by_pairs)
+    return _lists_by_scatter(flags)
+
+
+def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
+    """What `lists_of` returns, on the device, by comparing all pairs of columns: two kernels of a GPU."""
+    num, at = jnp.sum(flags, -1, dtype=jnp.int32), jnp.arange(flags.shape[-1], dtype=jnp.int32)
+    count = jnp.sum(flags[..., None, :] & (at <= at[:, None]), -1, dtype=jnp.int32)
+    index = jnp.sum(count[..., None, :] <= at[:, None], -1, dtype=jnp.int32)
+    return num, jnp.where(at < num[..., None], index, 0)
+
+
+def _lists_by_scatter(flags: Array) -> tuple[Array, Array]:
+    """What `lists_of` returns, on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
+    columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)
     number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), flags.shape)
@@ -175,8 +195,17 @@ def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
 def _flags_by_jit(num: Array, index: Array, columns: int) -> Array:
     """`flags_of_lists` on the device: bool [..., rows, columns], True at the blocks that a pair of lists names."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
+    by_pairs = lambda live, index: jnp.any(live[..., None] & (index[..., None] == jnp.arange(columns)), -2)
+    by_scatter = functools.partial(_flags_by_scatter, columns=columns)
+    if index.size * columns <= MOST_PAIRS:
+        return lax.platform_dependent(live, index, cpu=by_scatter, default=by_pairs)
+    return by_scatter(live, index)
+
+
+def _flags_by_scatter(live: Array, index: Array, columns: int) -> Array:
+    """bool [..., rows, columns], True at the blocks that `index` names where it is `live` (bool in its shape)."""
     place = jnp.where(live, index, columns)
-    flat = place.reshape(math.prod(num.shape), place.shape[-1])
+    flat = place.reshape(math.prod(place.shape[:-1]), place.shape[-1])
     rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
     flags = jnp.zeros((flat.shape[0], columns), bool).at[rows, flat].set(True, mode="drop")
     return flags.reshape(*place.shape[:-1], columns)

@@ -291,7 +291,8 @@ def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> TokenRows:
     """
     ends = jnp.clip(check_int32("cu_q_lens", cu_q_lens, (rows + 1,)), 0, tokens)
     number = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(ends[1:], number, side="right").astype(jnp.int32)
+    # Every end is compared with every token, in one kernel; a binary search is a loop of several on a GPU.
+    row = jnp.searchsorted(ends[1:], number, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, rows - 1)
     place = number - ends[row]
     place = jnp.where(place < 0, tokens, place)  # before the first request

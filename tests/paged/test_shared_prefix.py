@@ -152,7 +152,7 @@ def test_a_prefix_is_read_once_for_sixteen_queries() -> None:
         return prefix.rows.query_lengths, prefix.rows.key_lengths, visited
 
     queries, keys, visited = planned(shared)
-    assert queries.tolist() == [16, 4]
+    assert queries.tolist() == [4, 16]
     assert keys.tolist() == [512, 512]
     assert visited == 20  # one of the five blocks of 128 keys
 
