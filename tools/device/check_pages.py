@@ -3,7 +3,7 @@
 Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py, which run in the simulator there. About half a
 minute on an H200.
 
-    --instruction mma    the kernels on mma.sync, without the quantised caches that they refuse
+    --instruction mma    the kernels on mma.sync
     --card 8.0           with it, the tiles and the way of copying of another compute capability
 """
 
@@ -37,8 +37,7 @@ def main() -> int:
             test_pages.check_many_ragged,
         )
     }
-    quantised = [row for row in test_pages.QUANTISED if args.instruction is None or row in test_pages.QUANTISED_MMA]
-    checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in quantised}
+    checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
     checks |= {f"prefill in pages of {row[0]}": (test_pages.check_prefill_in_pages, *row) for row in test_pages.PREFILL}
     failed = 0
     for name, (check, *arguments) in checks.items():

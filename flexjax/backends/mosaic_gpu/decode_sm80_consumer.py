@@ -13,6 +13,10 @@ into the slot that all have read for the last time.
 A tile of a cache in pages is copied in parts of `page_rows` keys, each from one page. Their page numbers are read a step before the copy
 begins. Rows past the length of a batch entry, and parts whose page number is not in the cache, become zeros: cp.async fills them in; TMA
 brings what lies there, and the threads clear the rows of values.
+
+Tiles of a quantised cache arrive as bytes, which the threads widen to a tile of 16 bits before they multiply (decode_sm90_widen.py). Scores
+are multiplied by the scales of keys before score_mod, and weights by those of values after they were added to the row sums. With few packed
+rows decode_sm80_byte_consumer.py computes instead.
 """
 
 import dataclasses
@@ -30,6 +34,8 @@ from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns
+from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
 from flexjax.backends.mosaic_gpu.forward_setup import present
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
@@ -131,19 +137,37 @@ class MmaDecodeConsumer(ItemConsumer):
         here, slot = tiles[0], slot_of(n, tile.stages)
         following = self.key_tile(item, n + tile.stages + 1)
         programs = programs.at_columns(here.start)
+        key_scales, value_scales = self.scales(item, here.start)
         self.next_values(item, n, tiles)
-        s = product_transposed(present(scratch.query), scratch.key.at[slot], setup.interpret)
+        keys = self._widened(scratch.key.at[slot], scratch.wide_key)
+        s = product_transposed(present(scratch.query), keys, setup.interpret)
         self.next_keys(item, n, tiles)
+        if key_scales:
+            s = scaled_columns(s, key_scales, setup.interpret)
         scores = scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret)
         scores = self.masked(scores, programs.mask, here.number, here.start, item.end)
         p, rescale, state = setup.softmax.step(scores, state)
         out = setup.softmax.rescale(out, rescale)
-        values = scratch.value.at[slot]
-        if setup.lengths and tile.copying == "tma":
+        values = self._widened(scratch.value.at[slot], scratch.wide_value)
+        if setup.lengths and tile.copying == "tma" and tile.stored is None:
             rows = item.end - here.start
             when(rows < tile.block_kv)(lambda: self.copies.clear(values, rows))
-        out = add_product(out, p.astype(setup.plan.dtype), values, setup.interpret)
+        weights = scaled_columns(p, value_scales, setup.interpret) if value_scales else p
+        out = add_product(out, weights.astype(setup.plan.dtype), values, setup.interpret)
         return (*tiles[1:], following), out, state
+
+    def _widened(self, stored: Ref, wide: Ref | None) -> Ref:
+        """The key or value tile that is multiplied: `stored` itself or, for a quantised cache, its numbers in 16 bits, which this writes.
+
+        stored   the slot
+        wide     where they go, a tile that all threads have multiplied by before; None if the cache is not quantised
+        """
+        dtype = self.tile.stored
+        if wide is None or dtype is None:
+            return stored
+        widen(stored, wide, dtype, self.setup.plan.dtype, self.setup.interpret)
+        self.copies.sync()
+        return wide
 
     # ----------------------------------------------------------------- copies
 
@@ -227,6 +251,11 @@ class MmaDecodeConsumer(ItemConsumer):
         when(n < item.total)(begin)
         self.copies.commit()
 
+    @property
+    def _plain(self) -> bool:
+        """Whether slots of keys and values are bytes in row-major order."""
+        return self.tile.stored is not None and not self.tile.transposed
+
     def _copy_tile(self, source: Ref, target: Ref, arrived: Ref | None, item: DecodeItem, tile: KeyTile) -> None:
         """Begins the copies of one tile of keys or of values: one, or for a cache in pages one for each part.
 
@@ -238,7 +267,7 @@ class MmaDecodeConsumer(ItemConsumer):
         exist = item.end - tile.start if setup.lengths or setup.items.tiles_may_overhang else None
         if not setup.page:
             part = rows_of(source, setup.plan.layout, item.b, item.kv_head, tile.start, self.tile.block_kv)
-            self.copies.start(part, target, arrived, exist)
+            self.copies.start(part, target, arrived, exist, self._plain)
             return
         for n, page in enumerate(tile.pages):
             key = tile.start + i32(n * rows)
@@ -255,4 +284,4 @@ class MmaDecodeConsumer(ItemConsumer):
                 page = lax.select(stored, page, i32(0))
                 exists = lax.select(stored, lax.max(item.end - key, i32(0)), i32(0))
             part = rows_of(source, "BTNH", page, item.kv_head, lax.rem(key, i32(setup.page)), rows)
-            self.copies.start(part, target.at[pl.ds(n * rows, rows)], arrived, exists)
+            self.copies.start(part, target.at[pl.ds(n * rows, rows)], arrived, exists, self._plain)

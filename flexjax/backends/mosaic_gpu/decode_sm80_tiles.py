@@ -14,7 +14,7 @@ import typing
 
 from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.backends.mosaic_gpu import decode_tiles
-from flexjax.backends.mosaic_gpu.decode_tiles import BYTE_PIECE, COPY_ROWS, MOST_SUMS, ROWS, TILE_BYTES, DecodeTile
+from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, ROWS, TILE_BYTES, DecodeTile
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import mma_dim
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, scratch_bytes
 from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, ring_barriers
@@ -58,7 +58,9 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the decode kernel on mma.sync, for head dims D and E.
 
     query         [ROWS, D], the packed queries; None where the tile is `transposed`, which reads them from global memory
-    key, value    [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles
+    key, value    [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles; bytes of a quantised cache, in row-major
+                  order unless the tile is `transposed`
+    wide_*        [block_kv, D or E], the tile that is multiplied, widened to 16 bits; None but for a quantised cache that is not `transposed`
     other         [4, used_rows, E] float32, what each warp has summed; None where the tile is not `transposed`
     other_stats   [4, 2, columns] float32, its references and its sums of exponentials; None likewise
     *_full        the barriers at which TMA's copies arrive, one for each slot; None with cp.async
@@ -67,6 +69,8 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     query: Part | None
     key: Part
     value: Part
+    wide_key: Part | None
+    wide_value: Part | None
     other: Part | None
     other_stats: Part | None
     query_full: Part | None
@@ -80,11 +84,20 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
     dtype   of the products, two bytes
     """
     ring = None if tile.copying == "cp.async" else Barriers(tile.stages, arrivals=tile.copies)
-    stored, straight = dtype if tile.stored is None else "int8", tile.transposed
+    straight = tile.transposed
+    widens = tile.stored is not None and not straight
+
+    def slots(dim: int) -> SwizzledTiles | PlainArray:
+        """A ring of tiles with `dim` features."""
+        shape = (tile.stages, tile.block_kv, dim)
+        return PlainArray(shape, "int8") if widens else SwizzledTiles(shape, "int8" if straight else dtype)
+
     return MmaDecodeScratch(
         query=None if straight else SwizzledTiles((ROWS, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), stored),
-        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), stored),
+        key=slots(tile.head_dim),
+        value=slots(tile.value_dim),
+        wide_key=SwizzledTiles((tile.block_kv, tile.head_dim), dtype) if widens else None,
+        wide_value=SwizzledTiles((tile.block_kv, tile.value_dim), dtype) if widens else None,
         other=PlainArray((WARPS, tile.used_rows, tile.value_dim), "float32") if straight else None,
         other_stats=PlainArray((WARPS, 2, tile.columns), "float32") if straight else None,
         query_full=None if straight else ring_barriers(tile.copying, 1, tile.groups),
@@ -99,22 +112,10 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
 def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
     """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can."""
     reason = decode_tiles.refuses_call(plan)
-    if reason is not None:
-        return reason
-    found, dims = _candidates(plan, card), f"head dims {plan.head_dim} and {plan.value_dim}"
-    if not found:
-        stored = plan.cache_dtype or plan.dtype
-        return (
-            f"Its tiles of {stored} with {dims} do not fit the shared memory of compute capability {card.capability}."
-        )
-    if plan.cache_dtype is not None and may_be_large_product(plan.score):
-        return "On mma.sync it takes no quantised caches with a score_mod of large products."
-    if plan.cache_dtype is not None and not found[0].transposed:
-        return (
-            f"On mma.sync it takes quantised caches of head dims that are multiples of {BYTE_PIECE}, and at most {MOST_SUMS} packed rows "
-            f"times value dim; here {dims} and {found[0].used_rows} rows."
-        )
-    return None
+    if reason is None and not _candidates(plan, card):
+        what = f"{plan.cache_dtype or plan.dtype} with head dims {plan.head_dim} and {plan.value_dim}"
+        return f"Its tiles of {what} do not fit the shared memory of compute capability {card.capability}."
+    return reason
 
 
 def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
@@ -133,7 +134,7 @@ def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
     rows, page, stored = plan.q_len * plan.group, plan.page, plan.cache_dtype
     item_bytes = 2 if stored is None else 1
     found: list[MmaDecodeTile] = []
-    for block_kv in (128, 64, 32) if stored is None else (128, 64):  # of bytes each warp has 16 of every 64 keys
+    for block_kv in (128, 64, 32):
         if block_kv == 128 and block_kv * (head_dim + value_dim) * item_bytes > TILE_BYTES:
             continue
         for stages in range(MOST_STAGES, 0, -1):
@@ -151,7 +152,8 @@ def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
                 straight=not may_be_large_product(plan.score),
                 copying=card.copying,
             )
-            if tile.resident_ctas(card):
+            whole = not tile.transposed or block_kv % 64 == 0  # each warp has 16 of every 64 keys
+            if whole and tile.resident_ctas(card):
                 found.append(tile)
     found.sort(key=lambda tile: min(tile.stages, 2) * min(tile.resident_ctas(card), 2), reverse=True)
     return found

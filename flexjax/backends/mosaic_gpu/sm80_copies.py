@@ -54,13 +54,14 @@ class Copies:
         """Number of this warpgroup in the CTA."""
         return 0 if self.groups == 1 else lax.axis_index("wg")
 
-    def start(self, source: Ref, target: Ref, arrived: Ref | None, rows: Scalar | None) -> None:
+    def start(self, source: Ref, target: Ref, arrived: Ref | None, rows: Scalar | None, plain: bool = False) -> None:
         """Begins to copy this warpgroup's share of a tile.
 
         source    [rows, D] in global memory; it may reach past the end of the array
         target    [rows, D] in shared memory, SwizzledTiles
         arrived   the barrier of the slot; None with cp.async
         rows      how many rows of the tile exist, counted from its first; None: all
+        plain     whether `target` is a PlainArray instead
         """
         share = target.shape[0] // self.groups
         first = 0
@@ -76,7 +77,8 @@ class Copies:
                 found = jnp.where(lax.broadcasted_iota(jnp.int32, found.shape, 0) < rows - first, found, 0)
             target[...] = found
         else:
-            _copy_by_threads(source, target, None if rows is None else rows - first)
+            copy = _copy_plain_by_threads if plain else _copy_by_threads
+            copy(source, target, None if rows is None else rows - first)
 
     def clear(self, target: Ref, rows: Scalar) -> None:
         """Overwrites the rows of a tile from number `rows` on by zeros, in a CTA of one warpgroup; all threads see them, and TMA may
@@ -202,6 +204,48 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
             emit()
 
     types = (plgpu.RefType(), plgpu.RefType(transforms))
+    if rows is None:
+        inline_mgpu(*types)(copy)(source, target)
+    else:
+        inline_mgpu(*types, SCALAR_LAYOUT)(copy)(source, target, rows)
+
+
+def _copy_plain_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
+    """Copies rows to a PlainArray by cp.async, in all threads of this warpgroup: neighbouring threads copy neighbouring 16 bytes.
+
+    source, target   [rows, D] in global and in shared memory, rows of a multiple of 16 bytes
+    rows             how many rows exist; others become zeros without being read. None: all
+    """
+    height, item = target.shape[0], target.dtype.itemsize
+    chunks = target.shape[1] * item // CHUNK  # of a row
+
+    def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
+        """Emits the copies of one thread: every WARPGROUP-th chunk."""
+        i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
+        constant = lambda n: mgpu.c(n, i32)
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        thread = arith.andi(mgpu.utils.thread_idx(), constant(WARPGROUP - 1))
+        outer = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(source))
+        at = lambda base, offset: mgpu.utils.getelementptr(base, [arith.extui(i64, offset)], i8)
+        for first in range(0, height * chunks, WARPGROUP):
+            number = arith.addi(thread, constant(first))
+            row, chunk = arith.divui(number, constant(chunks)), arith.remui(number, constant(chunks))
+            size = None
+            if limit:
+                exists = arith.cmpi(arith.CmpIPredicate.slt, row, scalar_of(limit[0]))
+                size = arith.select(exists, constant(CHUNK), constant(0))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, number, constant(height * chunks))
+            with mgpu.when(inside):
+                of = arith.addi(arith.muli(row, constant(strides[0] * item)), arith.muli(chunk, constant(CHUNK)))
+                nvvm.cp_async_shared_global(
+                    at(mgpu.utils.memref_ptr(target), arith.muli(number, constant(CHUNK))),
+                    at(outer, of),
+                    CHUNK,
+                    nvvm.LoadCacheModifierKind.CG,
+                    cp_size=size,
+                )
+
+    types = (plgpu.RefType(), plgpu.RefType())
     if rows is None:
         inline_mgpu(*types)(copy)(source, target)
     else:

@@ -127,6 +127,7 @@ PAGES: dict[str, dict[str, typing.Any]] = {
     "lengths": {},
     "pages of 16": {"page": 16},
     "pages of 8, int8": {"page": 8, "stored": "int8", "dim": 128},
+    "pages of 16, int8, head dim 64": {"page": 16, "stored": "int8", "dim": 64},
     "pages of 48, float8 and float16": {"page": 48, "stored": "float8_e4m3fn", "dim": 128, "dtype": "float16"},
 }
 """Fields for `test_decode.ragged`."""

@@ -442,6 +442,7 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
         "pages of 16, float8, a table by documents": {"dim": 128, "q_len": 2, "page": 16, "stored": "float8_e4m3fn",
                                                       "score": relative, "mask": same},
         "pages of 8, int8, head dim 64": {"dim": 64, "page": 8, "stored": "int8"},
+        "pages of 16, int8, 64 rows": {"dim": 128, "q_len": 16, "page": 16, "stored": "int8", "score": relative},
         "pages of 8, int8, head dims 256": {"dim": 256, "page": 8, "stored": "int8", "dtype": "float16", "score": relative,
                                            "q_len": 2, "mask": seen},
     }  # fmt: skip

@@ -142,8 +142,6 @@ QUANTISED = [
     ("int8", "float16", True, 64, 2),
     ("float8_e4m3fn", "bfloat16", True, 128, 2),
 ]
-QUANTISED_MMA = [row for row in QUANTISED if row[3] == 128 and row[4] == 2]
-"""Those that the kernels on mma.sync take: head dims of 128, few packed rows."""
 
 
 @needs_kernels

@@ -137,15 +137,11 @@ PAGES = "The GPU kernel for keys in pages does not run this call: "
         ({}, None),
         ({"page": 12}, f"{PAGES}pages of 12 keys are no multiple of 8."),
         ({"cache_dtype": "int8"}, None),
+        ({"cache_dtype": "int8", "head_dim": 64}, None),
+        ({"cache_dtype": "int8", "q_heads": 16, "kv_heads": 1, "q_len": 2}, None),
         (
-            {"cache_dtype": "int8", "head_dim": 64},
-            f"{PAGES}on mma.sync it takes quantised caches of head dims that are multiples of 128, and at most 2048 packed rows times "
-            "value dim; here head dims 64 and 128 and 1 rows.",
-        ),
-        (
-            {"cache_dtype": "int8", "q_heads": 16, "kv_heads": 1, "q_len": 2},
-            f"{PAGES}on mma.sync it takes quantised caches of head dims that are multiples of 128, and at most 2048 packed rows times "
-            "value dim; here head dims 128 and 128 and 32 rows.",
+            {"cache_dtype": "int8", "head_dim": 96},
+            f"{PAGES}it takes quantised caches of head dims that are multiples of 64, not 96 and 128.",
         ),
         ({"head_dim": 512}, f"{PAGES}it takes head dims up to 256, not 512 and 128."),
     ],

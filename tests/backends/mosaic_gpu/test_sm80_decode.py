@@ -17,7 +17,7 @@ from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from tests.backends.mosaic_gpu import test_pages
 from tests.backends.mosaic_gpu.test_decode import KEYS, SIMULATED, SLOW, TABLE, problem, ragged, relative
-from tests.backends.mosaic_gpu.test_pages import QUANTISED_MMA, check_quantised
+from tests.backends.mosaic_gpu.test_pages import QUANTISED, check_quantised
 from tests.cases.on_hopper import assert_results_close
 from tests.marks import some_slow
 
@@ -81,10 +81,10 @@ def test_lengths_and_pages_match_dense(card: str, page: int, stages: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", QUANTISED_MMA)
+@pytest.mark.parametrize("row", QUANTISED)
 @pytest.mark.parametrize("card", ["8.0", "12.0"])
 def test_quantised_caches(card: str, row: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes straight from registers, with NaN scales of free pages."""
+    """Bytes straight from registers, or widened in shared memory, with NaN scales of free pages."""
     monkeypatch.setattr(test_pages, "INSTRUCTION", "mma")
     monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS[card], capability="9.0"))
     check_quantised(*row, interpret=True)
