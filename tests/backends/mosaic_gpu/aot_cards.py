@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
-CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients, or "decode " and a case of
-test_decode.py; all of both by default. A line for each call on each card, ok, refused or FAIL, and below it one for each kernel that
+CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients; "workload " and one of the gpu suite of
+the benchmarks, both passes at full size; or "decode " and a case of test_decode.py; all of both by default. A line for each call on each card, ok, refused or FAIL, and below it one for each kernel that
 multiplies: registers, bytes spilled, bytes of shared memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
 a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
 process for each card, as in aot.py.
@@ -23,15 +23,22 @@ import flexjax
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu import kernel_parts
 from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes
+from flexjax.bench.suites import MODS, SUITES
 from tests.backends import children
 from tests.backends.mosaic_gpu import aot, compile_card, test_decode
 from tests.bound_case import BoundCase
 from tests.cases import CASES
 from tests.cases.on_hopper import forward_problem
+from tools.device import time_mma_backward
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1", "XLA_FLAGS": ""}
 DECODE = "decode "
-TABLE = [*aot.TABLE, *(DECODE + name for name in test_decode.compiled())]
+WORKLOAD = "workload "
+TABLE = [
+    *aot.TABLE,
+    *(DECODE + name for name in test_decode.compiled()),
+    *(WORKLOAD + problem.name for problem in SUITES["gpu"]),
+]
 INSTRUCTION: dict[str, typing.Literal["mma", "tcgen05"]] = {
     card: "tcgen05" if 10 <= float(d.capability) < 12 else "mma" for card, d in compile_card.CARDS.items()
 }
@@ -61,9 +68,12 @@ def sampled(card: str) -> list[str]:
 
 
 def compile_entry(card: str, entry: str) -> None:
-    """Compiles a call with its gradients, or a case of the decode kernel."""
+    """Compiles a call or a workload with its gradients, or a case of the decode kernel."""
     if entry.startswith(DECODE):
         compile_decode(card, entry.removeprefix(DECODE))
+        return
+    if entry.startswith(WORKLOAD):
+        compile_workload(card, entry.removeprefix(WORKLOAD))
         return
     name, dtype = aot.TABLE[entry]
     problem = BoundCase(CASES[name], dtype, "mosaic_gpu", flexjax.KernelOptions(instruction=INSTRUCTION[card]))
@@ -91,6 +101,18 @@ def compile_decode(card: str, name: str) -> None:
     device = targets.of_device(compile_card.topology(card).devices[0], "cuda")
     with targets.as_seen_by_pallas(device):
         compile_card.compile_for(card, lambda operands: decode_sm80.forward(plan, operands, tile), operands)
+
+
+def compile_workload(card: str, name: str) -> None:
+    """Compiles both passes of a workload of the benchmarks."""
+    (problem,) = (x for x in SUITES["gpu"] if x.name == name)
+    mod = MODS[problem.mod] if problem.mod else None
+    shaped = lambda heads: jax.ShapeDtypeStruct((problem.batch, problem.length, heads, problem.dim), problem.dtype)
+    arrays: list[typing.Any] = [shaped(n) for n in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)]
+    if mod is not None and mod.shape is not None:
+        arrays.append(jax.ShapeDtypeStruct(mod.shape(problem), mod.stored))
+    both, _ = time_mma_backward.step(problem, instruction=INSTRUCTION[card])
+    compile_card.compile_for(card, lambda *given: both(*given, *[None] * (5 - len(given))), *arrays)
 
 
 def outcome(card: str, entry: str) -> str:
