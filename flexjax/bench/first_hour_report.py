@@ -9,7 +9,8 @@ import math
 import re
 import typing
 
-from flexjax.bench import report
+from flexjax.bench import card_model, report
+from flexjax.bench.suites import SUITES
 
 Found = dict[str, typing.Any]
 """What the stages gave, by their names; see first_hour.py."""
@@ -167,25 +168,48 @@ def _times(found: Found) -> list[str]:
 
 
 def _sustained(found: Found) -> list[str]:
-    """Markdown lines of the section "Back to back": a table of workloads whose calls ran back to back for a while, with the milliseconds of
-    a call, clock and power.
+    """Markdown lines of the section "Back to back": a table of workloads whose calls ran back to back for a while, with a line for each
+    pass: milliseconds and TFLOP/s, the milliseconds that card_model.py predicts at the SM clock of the row (at the card's where NVML
+    said none), clock and power.
 
-    A workload has a line for its forward pass and one for both passes; one that the time did not reach has a line that says so, and
-    one that failed has none (`failures` names it).
+    A workload that failed or that the time did not reach has a line that says so.
     """
-    lines = [
-        "## Back to back",
-        "",
-        "| workload | by | calls | ms | SM clock | power | held back by |",
-        "|---|---|---|---:|---:|---:|---|",
+    lines = ["## Back to back", "", "Predicted by flexjax/bench/card_model.py at the clock of the row.", ""]
+    lines += [
+        "| workload | by | pass | ms | TFLOP/s | predicted, ms | measured over predicted | SM clock | power | held back by |"
     ]
+    lines += ["|---|---|---|---:|---:|---:|---:|---:|---:|---|"]
     for row in found["sustained"]["rows"]:
-        for which in ("forward", "both"):
-            if which in row:
-                load = row[which]
-                lines.append(f"| {row['name']} | {row['by']} | {which} | {1e3 * load['seconds']:.3f} | {_load(load)} |")
-        if "unreached" in row:
-            lines.append(f"| {row['name']} | {row['by']} | {row['unreached']} | - | - | - | - |")
+        if "forward" in row and "both" in row:
+            for name, load, took, flops, predicted in _passes(found, row):
+                told = [f"{1e3 * predicted:.3f}", f"{took / predicted:.2f}"] if predicted else ["-", "-"]
+                cells = [row["name"], row["by"], name, f"{1e3 * took:.3f}", f"{flops / took / 1e12:.0f}", *told]
+                lines.append(f"| {' | '.join(cells)} | {_load(load)} |")
+        else:
+            why = row.get("unreached") or row.get("failed", "")
+            lines.append(f"| {row['name']} | {row['by']} | {why} | - | - | - | - | - | - | - |")
+    return lines
+
+
+def _passes(found: Found, row: Found) -> list[tuple[str, Found, float, float, float]]:
+    """For the forward and the backward pass of a row: name, load, seconds, operations of the workload, predicted seconds (0: none).
+
+    Backward seconds are those of both passes less the forward ones, at the clock of both.
+    """
+    workload = next(p for problems in SUITES.values() for p in problems if p.name == row["name"])
+    call, card = card_model.call_of(workload), card_model.card_of(found["facts"].get("card", {}).get("card", ""))
+    instruction = dict(word.split("=", 1) for word in row["by"].split()[1:]).get("instruction")
+    seconds = row["forward"]["seconds"], row["both"]["seconds"] - row["forward"]["seconds"]
+    lines = []
+    for name, which, took in zip(("forward", "backward"), ("forward", "both"), seconds, strict=True):
+        load = row[which]
+        clock = load.get("clock", 0.0) / 1e3
+        expected = None
+        counted = instruction == "tcgen05" and name == "backward"  # runs mma.sync, which nobody simulated for 10.x
+        if call is not None and card is not None and not counted:
+            expected = card_model.predict(card, call, name == "backward", instruction, clock)
+        flops = call.flops(name == "backward") if call is not None else workload.flops(name)
+        lines.append((name, load, max(took, 1e-9), flops, expected.seconds if expected else 0.0))
     return lines
 
 

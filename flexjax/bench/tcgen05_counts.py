@@ -1,0 +1,102 @@
+"""What the kernels on tcgen05 (10.0, 10.3) have to do in a step, in clocks of each unit of an SM: counted, because no such card was at hand.
+
+Two query tiles of 128 rows and one key tile of 128, as in FlashAttention-4 (arXiv 2603.05451). What is counted is the least time of each
+unit; a step takes at least the longest, and at least the chain of steps of one query tile.
+"""
+
+import typing
+
+EX2, SHARED_BYTES, TMEM_BYTES, LANES = 16, 128, 512, 128
+"""Of an SM, a clock, from 8.0 to 10.0: ex2 (the throughput table of the CUDA programming guide; 10.3 has twice as many, says NVIDIA's page
+on Blackwell Ultra); bytes of shared memory; bytes of tensor memory to registers (a warp reads its 32 lanes of 4 bytes); float32
+operations, 64 on 8.0."""
+
+
+class Counts(typing.NamedTuple):
+    """Clocks that each unit of an SM needs for a step; the step takes at least the longest of them.
+
+    tensor    products
+    mufu      ex2 that are not polynomials
+    issue     instructions of the softmax, one a clock of each of four partitions
+    shared    bytes of operands, and of what is staged
+    tmem      scores, probabilities and gradients between tensor memory and registers
+    chain     one query tile's products and softmax, one after the other, without the time in which nothing of it waits
+    """
+
+    tensor: float
+    mufu: float
+    issue: float
+    shared: float
+    tmem: float
+    chain: float
+
+    @property
+    def step(self) -> float:
+        """The longest."""
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        """The name of the longest."""
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+TILE = 128
+"""Queries of a tile, and keys, in the kernels on tcgen05."""
+HANDOVER = 100.0
+"""Clocks from an arrival at an mbarrier, through tcgen05.ld or tcgen05.mma, to the first result: about what published microbenchmarks of
+TMEM (arXiv 2512.02189) say for each; four of them are in the chain of a forward step."""
+
+
+def tcgen05_forward(dim: int, polynomials: float = 0.25, ex2: int = EX2, tensor: int = 8192) -> Counts:
+    """A step of two query tiles of 128 rows with a softmax warpgroup each.
+
+    dim           head dim of keys and values
+    polynomials   share of the exponentials that are polynomials on the FMA units (FlashAttention-4: 0.1 to 0.25)
+    ex2           ex2 a clock of an SM
+    tensor        operations a clock of an SM
+
+    Instructions of a softmax warp, for the 128 scores of a row: 64 maxima of three operands, 64 packed FMA, an ex2 or 4.5 of a
+    polynomial of degree 3 in packed form for each, 64 conversions, 64 packed additions, 40 of copies, barriers and the maximum.
+    """
+    product = 2 * TILE * TILE * dim / tensor
+    scores = TILE * TILE
+    exponentials = scores * (1 - polynomials) / ex2
+    instructions = 4 * TILE / 2 + TILE * (1 - polynomials) + 4.5 * TILE * polynomials + 40
+    operands = 2 * TILE * dim * 2 + TILE * dim * 2  # S: queries and keys; P V: values, P is in tensor memory
+    moved = scores * 4 + scores * 2
+    maxima = TILE / 2 * 2  # three operands, at half rate
+    chain = 2 * product + maxima + exponentials + 4 * HANDOVER
+    return Counts(
+        2 * 2 * product, 2 * exponentials, 2 * instructions, 2 * operands / SHARED_BYTES, 2 * moved / TMEM_BYTES, chain
+    )
+
+
+def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int = 8192) -> Counts:
+    """A step of 128 queries and 128 keys with five products: S and dP, dV, dK and dQ, which leaves through shared memory.
+
+    dim     head dim of keys and values
+    pairs   whether two CTAs share the right operands of their products and halve what is added to dQ
+
+    With dim 128 and without pairs, shared memory takes 3328 clocks, as FlashAttention-4 counts.
+    """
+    scores, tokens = TILE * TILE, TILE * dim * 2
+    right = tokens / 2 if pairs else tokens
+    operands = (
+        2 * (tokens + right) + 2 * right + scores * 2 + right
+    )  # S, dP; dV, dK with the left one in tensor memory; dQ
+    staged = scores * 2 + 2 * TILE * dim * 4 / (2 if pairs else 1)  # dS; dQ written and read
+    instructions = (
+        TILE * (1 + 1 + 0.5 + 0.5 + 0.5 + 0.5) + 60
+    )  # FMA and ex2; packed: dP - delta, times P; two conversions
+    moved = 2 * scores * 4 + 2 * scores * 2 + TILE * dim * 4
+    products = 5 * 2 * TILE * TILE * dim / tensor
+    chain = products / 5 * 3 + scores / ex2 + 4 * HANDOVER
+    return Counts(
+        products,
+        scores / ex2,
+        instructions,
+        (operands + staged) / SHARED_BYTES,
+        moved / TMEM_BYTES,
+        min(chain, products),
+    )

@@ -1,0 +1,120 @@
+"""The model of the cards: its counts, its makespan, its tiles beside those that run, and what it predicts beside what was measured."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexjax import masks
+from flexjax.backends.mosaic_gpu import choose_kernel, forward_sm80_tiles
+from flexjax.backends.mosaic_gpu.sm80_cards import CARDS as MMA_CARDS
+from flexjax.bench import card_model, card_steps, suites, tcgen05_counts
+from flexjax.bench.card_model import CARDS, Call
+from flexjax.bench.card_steps import Step
+from flexjax.prepare import prepare
+
+H200, B200 = CARDS["NVIDIA H200"], CARDS["NVIDIA B200"]
+
+
+def test_visits_and_operations_are_those_of_the_mask():
+    for call in (Call("full", 1, 2, 96, 16), Call("causal", 1, 2, 96, 16), Call("window", 1, 2, 96, 16, 20)):
+        workload = suites.Workload("x", call.mask, call.window, call.tokens, 1, call.heads, call.heads, call.dim)
+        assert card_model.call_of(workload) == call
+        assert call.flops() == workload.flops("forward")
+        assert call.flops(True) == workload.flops("backward")
+        keep = workload.allowed()(np.arange(96)[:, None], np.arange(96)[None, :]) & np.ones((96, 96), bool)
+        for by_keys in (False, True):
+            tiles = (keep.T if by_keys else keep).reshape(3, 32, 6, 16).transpose(0, 2, 1, 3).reshape(3, 6, -1)
+            plain = tiles.all(axis=-1).sum(axis=-1)
+            masked = tiles.any(axis=-1).sum(axis=-1) - plain
+            assert call.visits(32, 16, by_keys) == list(zip(plain.tolist(), masked.tolist(), strict=True))
+
+
+def test_calls_that_the_model_does_not_know():
+    mod, grouped = (
+        next(p for p in suites.SUITES["gpu"] if p.name == n) for n in ("ALiBi causal d128", "causal grouped d128")
+    )
+    assert card_model.call_of(mod) is None
+    assert card_model.call_of(grouped) is None
+    assert card_model.predict(H200, Call("causal", 2, 8, 8192, 256)) is None
+    assert card_model.predict(B200, Call("causal", 2, 16, 8192, 128)) is None  # mma.sync on 10.0
+    assert card_model.card_of("NVIDIA H200 NVL") is H200
+    assert card_model.card_of("cpu") is None
+
+
+def test_the_makespan_is_that_of_the_longest_first():
+    assert card_model.makespan([3.0, 3.0, 2.0, 2.0, 2.0], 2) == 7.0
+    assert card_model.makespan([1.0], 4) == 1.0
+    step = Step(plain=100.0, masked=150.0, rows=64, columns=64)
+    one = card_model.clocks(Call("causal", 1, 1, 128, 64), step, sms=1)
+    assert one == 2 * 2500 + 100 + 2 * 150
+
+
+def test_peak_rates_are_those_of_the_data_sheets():
+    published = {"A100": 312, "L40S": 362, "4090": 165, "5090": 210, "H100": 989, "H200": 989, "B200": 2250}
+    for name, tflops in published.items():
+        (card,) = (c for n, c in CARDS.items() if name in n)
+        assert card.peak == pytest.approx(tflops, rel=0.015)
+    assert H200.clock == pytest.approx(1.546, abs=1e-3)
+    assert H200.clock < H200.boost
+    assert CARDS["NVIDIA A100"].clock == 1.41  # no measured product
+
+
+def test_counts_of_tcgen05_are_those_that_are_published():
+    forward, backward = (
+        tcgen05_counts.tcgen05_forward(128, polynomials=0.0),
+        tcgen05_counts.tcgen05_backward(128, pairs=False),
+    )
+    assert (forward.tensor, forward.mufu, forward.shared) == (2 * 1024, 2 * 1024, 2 * 768)
+    assert (backward.tensor, backward.mufu, backward.shared) == (2560, 1024, 3328)
+    assert backward.bound == "shared"
+    assert tcgen05_counts.tcgen05_backward(128).shared < 2560
+    assert tcgen05_counts.tcgen05_forward(64).tensor == 1024
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "12.0"])
+def test_the_tiles_of_mma_are_those_that_run(capability: str, dim: int):
+    array = jax.ShapeDtypeStruct((2, 1024, 2048 // dim, dim), jnp.bfloat16)
+    arrays = [jnp.zeros(array.shape, array.dtype)] * 3
+    plan, card = prepare(*arrays, mask_mod=masks.causal).plan, MMA_CARDS[capability]
+    forward = forward_sm80_tiles.forward_tile(plan, card)
+    dq, dkv = choose_kernel.mma_backward_kernels(plan, card)
+    family = card_steps.FAMILIES[capability]
+    tiles = card_steps.SMALL_TILES if family in card_steps.SMALL_CARDS else card_steps.TILES
+    assert (forward.block_q, dq.owned, dkv.owned) == (128, 128, 128)
+    assert (forward.block_kv, forward.resident_ctas(card)) == tiles["", dim]
+    assert (dq.visited, 2 // dq.groups) == tiles["dq", dim]
+    assert (dkv.visited, 2 // dkv.groups) == tiles["dkv", dim]
+
+
+def test_speeds_that_were_measured_with_mma_are_predicted_within_ten_percent():
+    """At 1.755 GHz, one clock for all rows; milliseconds of one H200 (NOTES_model.md)."""
+    measured = {
+        (Call("full", 2, 16, 8192, 128), False): 2.512, (Call("causal", 2, 16, 8192, 128), False): 1.301,
+        (Call("full", 2, 32, 8192, 64), False): 3.070, (Call("causal", 2, 32, 8192, 64), False): 1.580,
+        (Call("window", 2, 16, 16384, 128, 1025), False): 0.753, (Call("full", 2, 16, 8192, 128), True): 10.1,
+        (Call("causal", 2, 16, 8192, 128), True): 5.5,
+    }  # fmt: skip
+    for (call, backward), took in measured.items():
+        predicted = card_model.predict(H200, call, backward, "mma", 1.755)
+        assert predicted is not None
+        assert 1e3 * predicted.seconds == pytest.approx(took, rel=0.1), (call, backward)
+        assert predicted.tflops == pytest.approx(call.flops(backward) / predicted.seconds / 1e12)
+
+
+def test_published_forward_speeds_of_flashattention_4_are_predicted_within_ten_percent():
+    for mask, tflops in (("full", 1535), ("causal", 1418)):
+        predicted = card_model.predict(B200, Call(mask, 2, 16, 8192, 128), instruction="tcgen05")
+        assert predicted is not None
+        assert predicted.tflops == pytest.approx(tflops, rel=0.1)
+
+
+def test_every_kernel_that_the_tool_simulates_has_its_clocks():
+    from tools import sass_clocks
+
+    assert set(card_steps.STEPS) == set(sass_clocks.KERNELS)
+    for name, (plain, masked) in card_steps.STEPS.items():
+        kernel = sass_clocks.KERNELS[name]
+        assert 500 < plain < 10000, name
+        assert kernel.call[0] == "causal" or plain == masked
