@@ -107,8 +107,11 @@ class Run(typing.NamedTuple):
 
 
 def families(found: Answer) -> list[Answer]:
-    """The ways to ask for GPU kernels that this card takes, the default first; as first_hour_tasks.families gives them."""
-    return [f for f in found["facts"].get("families", []) if f["verdict"] == "ok"]
+    """The ways to ask for GPU kernels that this card takes, the default first; as first_hour_tasks.families gives them. Of several that
+    run the same kernels the first.
+    """
+    taken = [f for f in found["facts"].get("families", []) if f["verdict"] == "ok"]
+    return list({f["kernels"]: f for f in reversed(taken)}.values())[::-1]
 
 
 def peer_name(options: dict[str, typing.Any]) -> str:

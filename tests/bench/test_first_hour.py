@@ -154,6 +154,16 @@ def test_the_report_names_what_was_refused_wrong_and_failed():
     assert "| causal | forward | 2.000 | failed | 500 | - | - | 5e-01 | 5e-01 |" in lines
 
 
+def test_kernels_that_are_the_same_run_once():
+    asked = [dict(options=o, verdict=v, kernels=k) for o, v, k in (
+        ({}, "ok", "mma.sync"), (dict(instruction="mma"), "ok", "mma.sync"), (dict(instruction="tcgen05"), "ok", "tcgen05"),
+        (dict(instruction="wgmma"), "no such kernels", ""),
+    )]  # fmt: skip
+    kept = first_hour.families(dict(facts=dict(families=asked)))
+    assert [f["options"] for f in kept] == [{}, dict(instruction="tcgen05")]
+    assert first_hour.families(dict(facts=dict(failed="RuntimeError: no driver"))) == []
+
+
 def test_options_in_the_name_of_a_peer():
     from flexjax.bench import gpu_peers
 
