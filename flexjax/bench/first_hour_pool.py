@@ -61,7 +61,7 @@ class Worker:
                 line = lines.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 self.close()
-                return dict(failed=f"took longer than {seconds:.0f} s and was ended")
+                return dict(failed=f"took longer than {seconds:.0f} s and was ended", ended_after=seconds)
             if line is None:
                 return self._died()
             if line.startswith(MARK):
@@ -142,7 +142,10 @@ def run_all(
                     i = next(numbers, None)
                 if i is None:
                     return
-                answers[i] = worker.run(tasks[i], min(most_seconds, max(1.0, until - time.time())))
+                left = until - time.time()
+                answer = worker.run(tasks[i], min(most_seconds, max(1.0, left)))
+                cut = "ended_after" in answer and left < most_seconds  # the run's time was up, not the task's
+                answers[i] = dict(unreached=f"{UNREACHED}: it was running") if cut else answer
                 say(f"{tasks[i]['task']} {' '.join(str(x) for x in tasks[i]['arguments'].values())}"[:100])
         finally:
             worker.close()

@@ -118,8 +118,10 @@ def test_processes_that_die_or_hang_cost_one_task(tmp_path, monkeypatch):
     assert answers[0] == dict(word="a")
     assert answers[1] == dict(failed="the process ended with 7: last words")
     assert answers[2] == dict(word="b")
-    assert answers[3] == dict(failed="took longer than 1 s and was ended")
+    assert answers[3] == dict(failed="took longer than 1 s and was ended", ended_after=0.7)
     assert answers[4] == dict(word="c")
+    (cut,) = first_hour_pool.run_all(tasks[3:4], 1, time.time() + 0.5, str(tmp_path))
+    assert cut == dict(unreached=f"{first_hour_pool.UNREACHED}: it was running")
     late = first_hour_pool.run_all(tasks, 2, time.time() - 1, str(tmp_path))
     assert late == [dict(unreached=first_hour_pool.UNREACHED)] * 5
 
