@@ -113,7 +113,7 @@ class KernelOptions:
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 12.x. "tcgen05": on 10.0 and
-                               10.3 the same, but a forward kernel that multiplies by tcgen05, which no GPU has run yet. Other
+                               10.3 the kernels that multiply by tcgen05, which no GPU has run yet, and mma.sync beside them. Other
                                backends and GPUs refuse them. None: WGMMA on Hopper, mma.sync on the others
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster

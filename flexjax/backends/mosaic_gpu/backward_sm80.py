@@ -1,6 +1,8 @@
-"""The backward pass by mma.sync: compute capability 8.0, 8.6, 8.9 and 12.x.
+"""The backward pass by mma.sync, compute capability 8.0 to 12.x, and by tcgen05 where the call asks for that.
 
     row statistics -> dQ kernel, dK/dV kernel -> captured arrays, sinks (XLA)
+
+With tcgen05 the kernels in the middle are those of backward_sm100.py, if they run the plan.
 
 The formulas are at the top of backward_sm90_common.py. No CTA waits for another one, and every sum has one order, so results are the
 same bits each time. What the kernels cannot run support.py refuses.
@@ -10,7 +12,7 @@ import jax
 
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import choose_kernel, tile_visits
+from flexjax.backends.mosaic_gpu import backward_sm100, backward_sm100_tiles, choose_kernel, sm100_support, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import LARGEST_JOINT_DIM
@@ -36,15 +38,22 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     call = common.BackwardCall(joined_plan, derivative, tokens, common.captures_of(operands))
     direct = direct_gradients(joined_plan, derivative, wanted.score_captures)
     dq_tiles, dkv_tiles = choose_kernel.mma_backward_kernels(joined_plan, card)
+    tcgen05 = backward_sm100_tiles.backward_tiles(joined_plan) if sm100_support.asked_for(plan.options) else None
 
     d_query = d_key = d_value = None
     written: dict[int, jax.Array] = {}  # direct gradients, by the number of the captured array
     if wanted.query or wanted.query_extra or direct:
         by_query = tile_visits.visit_lists(plan, operands.lists, transposed=False)
-        d_query, arrays = backward_dq(call, by_query, dq_tiles, direct)
+        if tcgen05 is not None:
+            d_query, _, arrays = backward_sm100.backward_dq(call, by_query, tcgen05, direct)
+        else:
+            d_query, arrays = backward_dq(call, by_query, dq_tiles, direct)
         written = {one.capture: one.gradient(plan, a) for one, a in zip(direct, arrays, strict=True)}
     key, value = wanted.key or wanted.key_extra, wanted.value
-    if key or value:
+    if tcgen05 is not None and (key or value):
+        by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
+        d_key, d_value, _ = backward_sm100.backward_dkv(call, by_key, tcgen05)
+    elif key or value:
         by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
         joint = max(padded_dims(joined_plan)) <= LARGEST_JOINT_DIM
         runs = [(key, value)] if joint else [run for run in ((key, False), (False, value)) if any(run)]

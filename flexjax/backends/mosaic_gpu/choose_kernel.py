@@ -6,7 +6,7 @@
     compute capability     kernels
     8.0, 8.6, 8.7, 8.9     mma.sync, tiles copied by cp.async
     9.0                    WGMMA and TMA; with KernelOptions(instruction="mma"): mma.sync, tiles copied by TMA
-    10.0, 10.3             mma.sync, tiles copied by TMA; with KernelOptions(instruction="tcgen05"): a forward kernel on tcgen05
+    10.0, 10.3             mma.sync, tiles copied by TMA; with KernelOptions(instruction="tcgen05"): tcgen05 where it has kernels
     12.0, 12.1             mma.sync, tiles copied by TMA
 
 The rest is about the kernels for Hopper; forward_sm100_tiles.py chooses the tile on tcgen05, forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the
@@ -38,6 +38,7 @@ import typing
 
 from flexjax.backends.mosaic_gpu import (
     backward_sm80_tiles,
+    backward_sm100_tiles,
     decode_sm80_tiles,
     decode_tiles,
     dq_order,
@@ -348,6 +349,10 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
             return forward
         return f"keys {'read in' if reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
     if card is not None:
+        if sm100_support.asked_for(plan.options) and backward_sm100_tiles.backward_tiles(plan):
+            return (
+                f"{forward}, backward dQ and dK/dV {backward_sm100_tiles.TILE} x {backward_sm100_tiles.TILE} by tcgen05"
+            )
         dq, dkv = mma_backward_kernels(plan, card)
         return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
     shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""

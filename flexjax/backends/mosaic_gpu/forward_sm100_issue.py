@@ -71,11 +71,10 @@ class IssuingWarps:
             self._copy_tile(item, n, self.inputs.value, scratch.value, scratch.value_full, scratch.value_free)
 
         lax.fori_loop(i32(0), item.total, step, None)
-        if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for
-            for n in range(stages):
-                slot = slot_of(item.total + n, stages)
-                plgpu.barrier_wait(scratch.key_free.at[slot])
-                plgpu.barrier_wait(scratch.value_free.at[slot])
+        for n in range(stages):  # no arrival at a barrier may come after the end of the CTA
+            slot = slot_of(item.total + n, stages)
+            plgpu.barrier_wait(scratch.key_free.at[slot])
+            plgpu.barrier_wait(scratch.value_free.at[slot])
 
     def _copy_queries(self, item: WorkItem) -> None:
         """Begins to copy the queries of the CTA, each 16 rows to their lanes (sm100_tiles.py)."""

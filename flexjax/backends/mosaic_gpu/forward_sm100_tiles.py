@@ -156,19 +156,21 @@ def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit, the expected best first.
 
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query
-    tiles must divide, allow none. Two query tiles come first, except for calls of at most 128 queries.
+    tiles must divide, allow none. Two query tiles come first, except for calls of at most 128 queries; tiles of 128 keys, except under
+    score_mod, mask_mod and dropout together, whose tiles would not fit the registers of a thread.
     """
     head_dim, value_dim = tcgen05_dim(plan.head_dim + plan.extra_dim), tcgen05_dim(plan.value_dim)
     if max(head_dim, value_dim) > WIDEST_HEAD:
         return ()
     origin, options, blocks = plan.origin, plan.options, plan.blocks
+    three_programs = None not in (plan.score, plan.mask, plan.dropout)
     run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     found: list[Tcgen05ForwardTile] = []
     for groups in (1, 2) if plan.q_len <= TMEM_LANES else (2, 1):
         rows = groups * TMEM_LANES
         if run % rows or not _allowed(rows, options.block_q, blocks and blocks.block_q):
             continue
-        for block_kv in (128, 64):
+        for block_kv in (64, 128) if three_programs else (128, 64):
             if not _allowed(block_kv, options.block_kv, blocks and blocks.block_kv):
                 continue
             stages = (options.num_stages,) if options.num_stages is not None else (3, 2, 1)

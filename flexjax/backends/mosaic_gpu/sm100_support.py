@@ -1,9 +1,11 @@
-"""When the forward kernel on tcgen05 runs, and which blocks of a mask it visits.
+"""When the kernels on tcgen05 run, and which blocks of a mask they visit.
 
-All else of such a call, the backward pass and calls of few queries, runs the kernels on mma.sync, which the same cards have;
-sm80_support.py says what both refuse. Nothing here imports Mosaic.
+All else of such a call runs the kernels on mma.sync, which the same cards have: calls of few queries, the backward pass of large head
+dims (backward_sm100_tiles.py), gradients of captured arrays. sm80_support.py says what both refuse. Nothing here imports Mosaic.
 """
 
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import LARGEST_DIM, TILE
+from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_LANES
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.types import KernelOptions
@@ -13,19 +15,30 @@ CAPABILITIES = ("10.0", "10.3")
 
 
 def asked_for(options: KernelOptions) -> bool:
-    """Whether the options ask for the forward kernel on tcgen05."""
+    """Whether the options ask for the kernels on tcgen05."""
     return options.instruction == "tcgen05"
 
 
-def forward_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the forward kernel visits, for a plan whose blocks would be block_q x block_kv otherwise.
-
-    Query tiles of a CTA must divide a block, so a block has 128 queries or, where a CTA has two query tiles, 256. Blocks of a mask from
-    user lists stay at 128, because larger ones would look up the class of the old block for each entry. Plans that do not ask for
-    tcgen05 keep their blocks.
+def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool) -> tuple[int, int]:
+    """(queries, keys) of the mask blocks that the kernels of a pass visit, for a plan whose blocks would be block_q x block_kv otherwise.
+    Plans that do not ask for tcgen05 keep their blocks.
     """
     if not asked_for(plan.options):
         return block_q, block_kv
+    if not backward:
+        return _forward_blocks(plan, block_q, block_kv)
+    if max(padded_dims(plan)) > LARGEST_DIM:
+        return block_q, block_kv
+    whole_tiles = lambda block: block if block % TILE == 0 else TILE
+    return whole_tiles(block_q), whole_tiles(block_kv)
+
+
+def _forward_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
+    """`visited_blocks` of the forward pass.
+
+    Query tiles of a CTA must divide a block, so a block has 128 queries or, where a CTA has two query tiles, 256. Blocks of a mask from
+    user lists stay at 128, because larger ones would look up the class of the old block for each entry.
+    """
     origin, options = plan.origin, plan.options
     queries = 2 * TMEM_LANES
     one_tile = plan.q_len <= TMEM_LANES or (plan.blocks is not None and plan.blocks.from_user_lists)

@@ -130,8 +130,8 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     """(queries, keys) of the mask blocks that the kernels of a pass visit; (0, 0) for a plan without a block mask.
 
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the forward kernel
-    on tcgen05 takes larger ones.
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the kernels on
+    tcgen05 take larger ones.
     """
     if plan.blocks is None:
         return 0, 0
@@ -139,7 +139,7 @@ def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     block_q, block_kv = (
         block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan, True), strict=True)
     )
-    return (block_q, block_kv) if backward else sm100_support.forward_blocks(plan, block_q, block_kv)
+    return sm100_support.visited_blocks(plan, block_q, block_kv, backward)
 
 
 def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]
     """
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
     block_kv = 128 if plan.page else block_kv
-    return (block_q, block_kv) if backward else sm100_support.forward_blocks(plan, block_q, block_kv)
+    return sm100_support.visited_blocks(plan, block_q, block_kv, backward)
 
 
 def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:

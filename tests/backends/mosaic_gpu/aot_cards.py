@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
 CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients; "workload " and one of the gpu suite of
-the benchmarks, both passes at full size; or "decode " and a case of test_decode.py; all of both by default. A line for each call on each card, ok, refused or FAIL, and below it one for each kernel that
-multiplies: registers, bytes spilled, bytes of shared memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
+the benchmarks, both passes at full size; or "decode " and a case of test_decode.py; all by default. A line for each call on each card, ok,
+refused or FAIL, and below it one for each kernel that multiplies: registers, bytes spilled, bytes of shared memory, columns of tensor
+memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
 a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
 process for each card, as in aot.py.
 """
@@ -22,7 +23,7 @@ import jax
 import flexjax
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu import kernel_parts
-from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes
+from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes, tmem_columns
 from flexjax.bench.suites import MODS, SUITES
 from tests.backends import children
 from tests.backends.mosaic_gpu import aot, compile_card, test_decode
@@ -43,9 +44,10 @@ INSTRUCTION: dict[str, typing.Literal["mma", "tcgen05"]] = {
     card: "tcgen05" if 10 <= float(d.capability) < 12 else "mma" for card, d in compile_card.CARDS.items()
 }
 """Card -> the option that chooses its kernels."""
-FORWARD, TCGEN05, DECODES = "flexjax_forward_mma", "flexjax_forward_tcgen05", "flexjax_forward_decode_mma"
+FORWARD, DECODES = "flexjax_forward_mma", "flexjax_forward_decode_mma"
 BACKWARD = ("flexjax_backward_dq", "flexjax_backward_dkv", "flexjax_backward_dk", "flexjax_backward_dv")
-KERNELS = (FORWARD, TCGEN05, DECODES, *BACKWARD, "flexjax_capture_gradient")
+TCGEN05 = ("flexjax_forward_tcgen05", "flexjax_backward_dq_tcgen05", "flexjax_backward_dkv_tcgen05")
+KERNELS = (FORWARD, DECODES, *BACKWARD, *TCGEN05, "flexjax_capture_gradient")
 """The kernels that multiply. Of a call with gradients a forward kernel, dQ, and dK/dV or dK and dV must be there."""
 LDMATRIX, CP_ASYNC, TMA, WGMMA = "LDSM", "LDGSTS", "UTMALDG", "HGMMA"
 ON_TCGEN05 = ("UTCHMMA", "LDTM", "STTM", TMA)
@@ -128,14 +130,24 @@ def outcome(card: str, entry: str) -> str:
 
 
 def say_shared_memory() -> None:
-    """Makes every launch of this process print the bytes of shared memory of its CTAs, beside what the compilers print."""
-    from flexjax.backends.mosaic_gpu import backward_sm80, capture_gradients, decode_sm80, forward_sm80, forward_sm100  # noqa: F401  # who launch
+    """Makes every launch of this process print the bytes of shared memory of its CTAs and their columns of tensor memory, beside what the
+    compilers print.
+    """
+    from flexjax.backends.mosaic_gpu import (  # noqa: F401  # who launch
+        backward_sm80,
+        backward_sm100,
+        capture_gradients,
+        decode_sm80,
+        forward_sm80,
+        forward_sm100,
+    )
 
     launch = kernel_parts.launch
 
     def said(kernel: typing.Any, inputs: tuple, outputs: tuple, scratch: tuple, **options: typing.Any) -> typing.Any:
         """`launch`."""
         print(f"shared memory of {options['name']}: {scratch_bytes(scratch)} bytes", flush=True)
+        print(f"tensor memory of {options['name']}: {tmem_columns(scratch)} columns", flush=True)
         return launch(kernel, inputs, outputs, scratch, **options)
 
     for name, module in list(sys.modules.items()):
@@ -151,21 +163,24 @@ def child(card: str, names: Sequence[str]) -> None:
 
 
 class Compiled(typing.NamedTuple):
-    """A kernel, from what its compilers said: registers, bytes spilled, bytes of shared memory, instructions counted by name."""
+    """A kernel, from what its compilers said: registers, bytes spilled, bytes of shared memory, columns of tensor memory, instructions
+    counted by name.
+    """
 
     registers: int
     spilled: int
     shared: int
+    tensor: int
     counts: dict[str, int]
 
 
 def kernels_of(said: str) -> dict[str, Compiled]:
     """The kernels of KERNELS by name, from the output of the compilers for one call. A kernel that was compiled several times, with other
-    tiles, is there once, with the most registers, spills and shared memory, and the fewest of each instruction.
+    tiles, is there once, with the most registers, spills and memory, and the fewest of each instruction.
     """
-    shared: dict[str, int] = {}
-    for name, count in re.findall(r"shared memory of (\w+): (\d+) bytes", said):
-        shared[name] = max(shared.get(name, 0), int(count))
+    memory: dict[tuple[str, str], int] = {}
+    for kind, name, count in re.findall(r"(shared|tensor) memory of (\w+): (\d+) ", said):
+        memory[kind, name] = max(memory.get((kind, name), 0), int(count))
     found: dict[str, Compiled] = {}
     parts = re.split(r"Function properties for (\w+)_mosaic_gpu_kernel", said)
     for name, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -178,7 +193,7 @@ def kernels_of(said: str) -> dict[str, Compiled]:
             old = found[name]
             numbers = [max(pair) for pair in zip(numbers, old[:2], strict=True)]
             counts = {n: min(count, old.counts[n]) for n, count in counts.items()}
-        found[name] = Compiled(*numbers, shared.get(name, 0), counts)
+        found[name] = Compiled(*numbers, memory.get(("shared", name), 0), memory.get(("tensor", name), 0), counts)
     return found
 
 
@@ -192,12 +207,15 @@ def judged(card: str, line: str, said: str) -> str:
     if f"flexjax_forward_{INSTRUCTION[card]}" not in found and DECODES not in found:
         wrong.append("no forward kernel")
     if not line.startswith(f"ok {DECODE}"):
-        wrong += ["no dQ kernel"] if BACKWARD[0] not in found else []
-        wrong += [] if BACKWARD[1] in found or set(BACKWARD[2:]) <= set(found) else ["no dK/dV kernel"]
+        wrong += [] if {BACKWARD[0], TCGEN05[1]} & set(found) else ["no dQ kernel"]
+        wrong += (
+            [] if {BACKWARD[1], TCGEN05[2]} & set(found) or set(BACKWARD[2:]) <= set(found) else ["no dK/dV kernel"]
+        )
     line = f"{line} on {card}"
     lines = [f"FAIL{line[2:]}: {', '.join(wrong)}" if wrong else line]
     for name, kernel in found.items():
         text = ", ".join(f"{n} {instruction}" for instruction, n in kernel.counts.items() if n)
+        text = f"{kernel.tensor} columns of tensor memory, {text}" if kernel.tensor else text
         lines.append(
             f"    {name}: {kernel.registers} registers, {kernel.spilled} bytes spilled, {kernel.shared} bytes of shared memory, {text}"
         )
@@ -209,7 +227,7 @@ def _wrong(card: str, name: str, kernel: Compiled, hidden: bool) -> list[str]:
 
     hidden   whether the mask hides everything
     """
-    expected = ON_TCGEN05 if name == TCGEN05 else ("HMMA", *(() if name == DECODES else (LDMATRIX,)), COPYING[card])
+    expected = ON_TCGEN05 if name in TCGEN05 else ("HMMA", *(() if name == DECODES else (LDMATRIX,)), COPYING[card])
     wrong = [] if hidden else [f"has no {n}" for n in expected if not kernel.counts[n]]
     wrong += [f"has {n}" for n in {WGMMA, CP_ASYNC, TMA} - {COPYING[card]} if kernel.counts[n]]
     return wrong + (["spills"] if kernel.spilled > MOST_SPILLED else [])

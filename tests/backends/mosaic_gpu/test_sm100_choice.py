@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import choose_kernel, forward_sm100_tiles, sm100_support, support
+from flexjax.backends.mosaic_gpu import backward_sm100_tiles, choose_kernel, forward_sm100_tiles, support
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_COLUMNS, scratch_bytes, tmem_columns
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.backends.target import Target
@@ -51,7 +51,8 @@ def test_explain_names_the_card_and_the_tile(dim: int, target: Target) -> None:
     made = plan(dim)
     assert support.refuses(made, target, JAX) is None
     text = support.BACKEND.schedule(made, target)
-    assert text.startswith(f"tcgen05 for compute capability {target.capability}: {TILES[dim]}, backward dQ ")
+    backward = "dQ and dK/dV 128 x 128 by tcgen05" if dim <= 128 else "dQ 128 x 32, dK/dV 32 x 128"
+    assert text == f"tcgen05 for compute capability {target.capability}: {TILES[dim]}, backward {backward}"
 
 
 @pytest.mark.parametrize("dim", range(16, 257, 16))
@@ -66,7 +67,7 @@ def test_tiles_fit_shared_and_tensor_memory(dim: int) -> None:
 
 
 def test_keys_and_queries_of_a_block() -> None:
-    """The forward kernel visits larger blocks than the mask has; the backward kernels visit those of the mask."""
+    """The kernels on tcgen05 visit larger blocks than the mask may have; those on mma.sync visit those of the mask."""
     for made, blocks in (
         (plan(block=128), (256, 128)),
         (plan(block=64), (256, 64)),
@@ -79,7 +80,13 @@ def test_keys_and_queries_of_a_block() -> None:
     ):
         assert support._kernel_blocks(made) == blocks
         assert forward_sm100_tiles.forward_candidates(support._kernel_plan(made))
-    assert support._kernel_blocks(plan(block=128), backward=True) == (128, 128)
+    for made, blocks in (
+        (plan(block=128), (128, 128)), (plan(block=64), (128, 128)), (plan(block=256), (256, 256)), (plan(256, block=64), (64, 64)),
+    ):  # fmt: skip
+        assert support._kernel_blocks(made, backward=True) == blocks
+        assert (backward_sm100_tiles.backward_tiles(support._kernel_plan(made, backward=True)) is None) == (
+            made.head_dim > 128
+        )
     unasked = dataclasses.replace(plan(block=128), options=KernelOptions())
     assert support._kernel_blocks(unasked) == (128, 128)
 
@@ -140,10 +147,9 @@ def test_few_queries_run_the_decode_kernel_on_mma_sync() -> None:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
 @pytest.mark.parametrize("target", [B200, B300])
-def test_the_backward_pass_runs_by_mma_sync(target: Target) -> None:
+def test_the_backward_pass_runs_too(target: Target) -> None:
     made, wanted = plan(block=128), Wanted(True, True, True, False, False, False, ())
     assert support.BACKEND.refuses_backward(made, target, wanted, None) is None
-    assert sm100_support.asked_for(made.options)
 
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])
@@ -155,3 +161,20 @@ def test_other_backends_refuse_the_instruction(name: str) -> None:
         f"{name}: kernel_options.instruction='tcgen05' is for the kernels of mosaic_gpu; {name} has no such choice."
         in str(error.value)
     )
+
+
+@pytest.mark.parametrize("dim", [16, 40, 64, 96, 128])
+def test_backward_tiles_fit_shared_and_tensor_memory(dim: int) -> None:
+    tiles = backward_sm100_tiles.backward_tiles(plan(dim))
+    assert tiles is not None
+    scratch = backward_sm100_tiles.scratch(plan(dim), tiles, both=True)
+    assert scratch_bytes(scratch) <= CARDS["10.0"].cta_memory
+    assert tmem_columns(scratch) <= TMEM_COLUMNS
+
+
+@pytest.mark.parametrize("options", [{"block_q_bwd": 64}, {"block_kv_bwd": 64}])
+def test_other_backward_tiles_run_on_mma_sync(options: dict[str, int]) -> None:
+    made = plan(64, **options)
+    assert support.refuses(made, B200, JAX) is None
+    assert backward_sm100_tiles.backward_tiles(made) is None
+    assert "tcgen05" not in support.BACKEND.schedule(made, B200).split("backward")[1]

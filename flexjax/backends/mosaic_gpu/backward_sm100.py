@@ -1,0 +1,304 @@
+"""The backward kernel on tcgen05 (compute capability 10.x): gradients of the tokens that a CTA owns, of queries, or of keys and values.
+
+    dQ        S = Q K^T       dP = dO V^T        dQ += dS K
+    dK/dV     S^T = K Q^T     dP^T = V dO^T      dK += dS^T Q     dV += P^T dO
+
+A CTA owns 128 tokens and visits tiles of 128 tokens of the other axis. One warpgroup copies and issues the products, whose sums lie in
+tensor memory (backward_sm100_issue.py); two more compute P and dS, each of one half of a visited tile, and write them to tensor memory,
+from where they are multiplied. The query heads that share a key head are visited one after another into the same sums.
+
+No CTA waits for another one, and the products are issued in one order, so results are the same bits each time. The formulas are at the top
+of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which all families share. backward_sm80.py runs the kernel
+twice; row statistics and gradients of captured arrays come from the kernels that it has on every card.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import kernel_parts, registers, tile_visits
+from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
+from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs
+from flexjax.backends.mosaic_gpu.backward_sm100_issue import IssuingWarps
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles, scratch
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.branch import cond, when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, launch, overlaid, rows_of
+from flexjax.backends.mosaic_gpu.pair_bias import DirectGradient
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import skipped_blocks
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.sm80_results import write_rows
+from flexjax.backends.mosaic_gpu.sm100_tiles import load_tile, store_tile, stored
+from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.plan.kernel_plan import KernelPlan
+
+COLUMNS_AT_ONCE = 32
+"""Columns of a gradient that a thread has in registers while they are written."""
+
+
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """Gradients in the shapes of the padded arrays.
+
+    first              dQ or dK
+    second             dV; None in the dQ kernel
+    direct_gradients   each as `DirectGradient.whole_tiles` says, in the dtype of its array; () in the dK/dV kernel
+    """
+
+    first: Part
+    second: Part | None = None
+    direct_gradients: tuple[Part, ...] = ()
+
+
+def backward_dq(
+    call: BackwardCall,
+    lists: VisitLists[jax.Array],
+    tiles: Tcgen05Tiles,
+    gradients: tuple[DirectGradient, ...],
+) -> Outputs[jax.Array]:
+    """dQ and the direct gradients, one CTA for each query tile of each query head. What lies past the ends is undefined.
+
+    The arguments are those of `backward_sm80_dq.backward_dq`.
+    """
+    plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
+    q_tiles, heads = -(-plan.q_len // TILE), plan.batch * plan.q_heads
+    visits = tile_visits.visits_for(plan, TILE, TILE, transposed=False)
+    order = tile_visits.longest_first(visits, lists, q_tiles)
+    loads = tuple(one.load_number for one in gradients)
+    math = TileMath(plan, derivative, (TILE, tiles.half), "q", (TILE, TILE), loads_too=loads)
+
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The dQ kernel, in each warpgroup of a CTA."""
+        program, may_be_masked = lax.axis_index("program"), plan.mask is not None or plan.blocks is not None
+        rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
+        b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
+        tile = visits.in_order(inputs.order, b, h, rank)
+        sequence = VisitSequence(visits, inputs.lists, b, h, 1, tile, TILE, may_be_masked, kv_group=plan.group)
+        at, own = inputs.tokens, (inputs.tokens.query, inputs.tokens.d_out)
+        issuing = IssuingWarps(plan, tiles, scratch, own, (at.key, at.value), h, sequence, _total(sequence))
+        _run(issuing, _Half(math, tiles, gradients, sequence, inputs, scratch, outputs, h))
+
+    output = lambda x, shape, dtype: kernel_parts.output(shape, dtype, x)
+    made = tuple(output(tokens.query, one.whole_tiles(plan), one.dtype) for one in gradients)
+    outputs = Outputs(output(tokens.query, tokens.query.shape, tokens.query.dtype), None, made)
+    skipped = skipped_blocks(plan, lists) if gradients else VisitLists()
+    inputs = Inputs(tokens, lists, order, captures, skipped)
+    return _launch(plan, kernel, inputs, outputs, tiles, "flexjax_backward_dq_tcgen05", q_tiles * heads)
+
+
+def backward_dkv(
+    call: BackwardCall,
+    lists: VisitLists[jax.Array],
+    tiles: Tcgen05Tiles,
+) -> Outputs[jax.Array]:
+    """dK and dV, one CTA for each key tile of each key head. What lies past the ends is undefined.
+
+    The arguments are those of `backward_sm80_dkv.backward_dkv`.
+    """
+    plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
+    kv_tiles = -(-plan.kv_len // TILE)
+    visits = tile_visits.visits_for(plan, TILE, TILE, transposed=True)
+    order = tile_visits.longest_first(visits, lists, kv_tiles)
+    math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))
+
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The dK/dV kernel, in each warpgroup of a CTA."""
+        own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, plan.group == 1, TILE)
+        may_be_masked, first_head = plan.mask is not None or plan.blocks is not None, own.key_head * plan.group
+        sequence = VisitSequence(visits, inputs.lists, own.b, first_head, plan.group, own.tile, TILE, may_be_masked)
+        at, visited = inputs.tokens, (inputs.tokens.query, inputs.tokens.d_out)
+        keys = at.key, at.value
+        issuing = IssuingWarps(plan, tiles, scratch, keys, visited, own.key_head, sequence, _total(sequence))
+        _run(issuing, _Half(math, tiles, (), sequence, inputs, scratch, outputs, own.key_head))
+
+    like = lambda x: kernel_parts.output(x.shape, x.dtype, tokens.key)
+    inputs, outputs = Inputs(tokens, lists, order, captures), Outputs(like(tokens.key), like(tokens.value))
+    programs = kv_tiles * plan.batch * plan.kv_heads
+    return _launch(plan, kernel, inputs, outputs, tiles, "flexjax_backward_dkv_tcgen05", programs)
+
+
+def _launch(
+    plan: KernelPlan,
+    kernel: Callable[..., None],
+    inputs: Inputs[jax.Array],
+    outputs: Outputs[jax.ShapeDtypeStruct],
+    tiles: Tcgen05Tiles,
+    name: str,
+    programs: int,
+) -> Outputs[jax.Array]:
+    """Launches the kernel with so many CTAs (`programs`); returns what it wrote."""
+    memory = scratch(plan, tiles, both=outputs.second is not None)
+    interpret = plan.options.interpret
+    return launch(
+        kernel, inputs, outputs, memory, name=name, programs=programs, warpgroups=HALVES + 1, interpret=interpret
+    )
+
+
+def _total(sequence: VisitSequence) -> Scalar:
+    """How many visits a CTA makes, over all of its heads."""
+    count = lambda head: sum(sequence.counts(head))
+    if sequence.heads == 1:
+        return i32(count(i32(0)))
+    return lax.fori_loop(i32(0), i32(sequence.heads), lambda head, total: total + count(head), i32(0))
+
+
+def _run(issuing: IssuingWarps, half: "_Half") -> None:
+    """Runs one warpgroup of a CTA: that of a half or, as the last of them, the issuing one."""
+    role = lax.axis_index("wg")
+    when(role < HALVES)(lambda: half.compute(issuing.total))
+    when(role == HALVES)(issuing.run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Half:
+    """The warpgroup that computes P and dS of one half of each visited tile.
+
+    math                       how a tile's P and dS are computed
+    tiles                      sizes of the kernel
+    gradients                  the direct gradients
+    sequence                   which tiles are visited
+    inputs, scratch, outputs   Refs to operands, memory of the CTA and results
+    head                       of the own tokens
+    """
+
+    math: TileMath
+    tiles: Tcgen05Tiles
+    gradients: tuple[DirectGradient, ...]
+    sequence: VisitSequence
+    inputs: Inputs[Ref]
+    scratch: Scratch[Ref]
+    outputs: Outputs[Ref]
+    head: Scalar
+
+    @property
+    def group(self) -> Scalar:
+        """Number of this warpgroup and of its half."""
+        return lax.axis_index("wg")
+
+    @property
+    def start(self) -> Scalar:
+        """The first own token."""
+        return self.sequence.tile * TILE
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return self.math.plan.options.interpret
+
+    def compute(self, total: Scalar) -> None:
+        """Computes every visit, `total` of them, and writes the gradients of the own tokens in the dtypes of their arrays; dQ and dK
+        times scale.
+        """
+        plgpu.set_max_registers(self.tiles.computing_registers, action="increase")
+        sequence, by_query = self.sequence, self.math.row_axis == "q"
+        statistics = self._statistics(self.head, self.start, TILE, common.ALONG_ROWS) if by_query else None
+
+        def begin(head: Scalar) -> RowMath:
+            """P and dS of the own tokens for one query head."""
+            return self.math.at_rows(sequence.b, sequence.first_head + head, self.start, self.inputs.captures)
+
+        def step(rows: RowMath, visit: VisitNow, carry: Scalar) -> Scalar:
+            """One visit."""
+            self._visit(rows, visit, statistics)
+            return carry
+
+        sequence.each(begin, step, i32(0))
+        self._write_zeros()
+        when(total > 0)(lambda: plgpu.barrier_wait(self.scratch.sums_full.at[0]))
+        scale = self.math.plan.scale
+        self._write(self.outputs.first, self.scratch.sum_first, scale, total)
+        if self.outputs.second is not None and self.scratch.sum_second is not None:
+            self._write(self.outputs.second, self.scratch.sum_second, 1.0, total)
+
+    def _statistics(self, head: Scalar, start: Scalar, count: int, layout: object) -> tuple[jax.Array, jax.Array]:
+        """lse2 and delta of `count` queries of a head, as vectors in a layout."""
+        stats, queries = self.inputs.tokens.stats, pl.ds(start, count)
+        read = lambda which: kernel_parts.load(stats.at[self.sequence.b, head, which, queries], layout, optimized=False)
+        return read(0), read(1)
+
+    def _visit(self, rows: RowMath, visit: VisitNow, statistics: tuple[jax.Array, jax.Array] | None) -> None:
+        """P and dS of this half of a visited tile, to tensor memory; writes the direct gradients of the half.
+
+        rows         P and dS of the own tokens, for the head of the visit
+        statistics   lse2 and delta of the own tokens; None where those of the visited tokens are read
+        """
+        scratch, group, half, dtype = self.scratch, self.group, self.tiles.half, self.math.plan.dtype
+        column = visit.start + group * half
+        tile = rows.at_columns(column, visit.masked)
+        if statistics is None:
+            head = self.sequence.first_head + visit.head
+            statistics = self._statistics(head, column, half, common.ALONG_COLUMNS)
+        lse2, delta = statistics
+        scores, weights = overlaid(scratch.scores)
+        cotangents, differences = overlaid(scratch.cotangents)
+        plgpu.barrier_wait(scratch.scores_full.at[group])
+        found = tile.probabilities(load_tile(scores.at[group], self.interpret), lse2)
+        if scratch.weights_full is not None:
+            p = found.weights().astype(dtype)
+            store_tile(weights.at[group, :, pl.ds(0, half)], p, self.interpret)
+            stored(self.interpret)
+            plgpu.barrier_arrive(scratch.weights_full.at[group])
+        factor = found.factor()
+        factors = tuple(zip(found.load_factors(), found.rounded_factors(), strict=True))
+        wide_delta = self.math.broadcast(delta, "q")
+        plgpu.barrier_wait(scratch.cotangents_full.at[group])
+        dp = load_tile(cotangents.at[group], self.interpret)
+        ds = found.cotangent(factor, dp, wide_delta)
+        store_tile(differences.at[group, :, pl.ds(0, half)], ds.astype(dtype), self.interpret)
+        stored(self.interpret)
+        plgpu.barrier_arrive(scratch.differences_full.at[group])
+        for one, output, (f, rounded) in zip(self.gradients, self.outputs.direct_gradients, factors, strict=True):
+            g = ds if f is factor and rounded is None else found.load_cotangent(f, rounded, dp, wide_delta)
+            self._gradient_tile(one, output, column)[...] = g.astype(one.dtype)
+
+    # ----------------------------------------------------------------- results
+
+    def _gradient_tile(self, one: DirectGradient, output: Ref, kv0: Scalar) -> Ref:
+        """This warpgroup's part of the tile of a direct gradient: the own queries, keys from kv0 on."""
+        return one.tile(output, self.sequence.b, self.head, self.start, kv0, self.math.shape)
+
+    def _write_zeros(self) -> None:
+        """Zeros in the tiles of direct gradients that the block mask skips."""
+        skipped = self.inputs.skipped
+        if not self.gradients or skipped.full_num is None:
+            return
+        count = self.sequence.visits.counts(skipped, self.sequence.b, self.head, self.sequence.tile).unmasked
+
+        @pl.loop(0, count)
+        def one_tile(i: Scalar) -> None:
+            """Zeros in this warpgroup's half of one tile of each direct gradient."""
+            tile = self.sequence.visits.tile(skipped, self.sequence.b, self.head, self.sequence.tile, i, False)
+            kv0 = tile * TILE + self.group * self.tiles.half
+            for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
+                zeros = registers.zero_tile(self.math.shape)
+                self._gradient_tile(one, output, kv0)[...] = zeros.astype(one.dtype)
+
+    def _write(self, output: Ref, sums: Ref, scale: float, total: Scalar) -> None:
+        """Writes a gradient of the own tokens to global memory, COLUMNS_AT_ONCE columns at a time, the two warpgroups in turn; zeros
+        without visits.
+
+        sums    [1, 128, D or E] in tensor memory
+        scale   multiplies them
+        """
+        plan, dim = self.math.plan, sums.shape[-1]
+        target = rows_of(output, plan.layout, self.sequence.b, self.head, self.start, TILE)
+
+        def write(first: int) -> None:
+            """Writes the columns from `first` on."""
+            count = min(COLUMNS_AT_ONCE, dim - first)
+            columns = pl.ds(first, count)
+            part = lambda: load_tile(sums.at[0, :, columns], self.interpret) * jnp.float32(scale)
+            gradient = cond(total > 0, part, lambda: registers.zero_tile((TILE, count)))
+            length = plan.q_len if self.math.row_axis == "q" else plan.kv_len
+            exist = length - self.start
+            write_rows(gradient.astype(plan.dtype), target.at[:, columns], exist, self.interpret)
+
+        for n, first in enumerate(range(0, dim, COLUMNS_AT_ONCE)):
+            when(self.group == n % HALVES)(functools.partial(write, first))

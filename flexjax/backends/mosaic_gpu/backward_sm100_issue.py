@@ -1,0 +1,154 @@
+"""The warpgroup of the backward kernel on tcgen05 that computes nothing: one warp copies by TMA, one issues products.
+
+With A and B for the own tokens, X and Y for the visited ones (first and second operands of backward_sm100_tiles.py), the products of
+half g of a visit are
+
+    S = A X^T      dP = B Y^T      second += P Y      first += dS X
+
+    kernel     A, B              X, Y             first, second
+    dQ         queries, dO       keys, values     dQ, -
+    dK/dV      keys, values      queries, dO      dK, dV
+
+and the warp that issues them runs, after S and dP of both halves of the first visit, for each visit and each half
+
+    wait for P:    second += P Y,   S of the next visit
+    wait for dS:   first += dS X,   dP of the next visit
+
+so that the tensor cores multiply for one half while the warpgroup of the other computes. P lies over S and dS over dP in tensor memory:
+the tensor cores execute products in the order in which one thread issues them, see forward_sm100_issue.py.
+"""
+
+import dataclasses
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles
+from flexjax.backends.mosaic_gpu.branch import one_warp, when
+from flexjax.backends.mosaic_gpu.forward_sm100_tiles import COPIED_ROWS
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, overlaid, rows_of, slot_of
+from flexjax.backends.mosaic_gpu.sm100_tiles import copied_rows
+from flexjax.plan.kernel_plan import KernelPlan
+
+COPYING_WARP, PRODUCT_WARP = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class IssuingWarps:
+    """The warpgroup that copies and issues products.
+
+    plan             of the call, with extra features joined to the head dim
+    tiles, scratch   sizes of the kernel; Refs to the CTA's shared and tensor memory
+    own, visited     arrays over the own and over the visited tokens in global memory, first and second
+    own_head         head of the own tokens in their arrays
+    sequence         which tiles are visited
+    total            how many visits there are
+    """
+
+    plan: KernelPlan
+    tiles: Tcgen05Tiles
+    scratch: Scratch[Ref]
+    own: tuple[Ref, Ref]
+    visited: tuple[Ref, Ref]
+    own_head: Scalar
+    sequence: VisitSequence
+    total: Scalar
+
+    def run(self) -> None:
+        """Copies and issues the products of every visit; nothing without visits."""
+        plgpu.set_max_registers(self.tiles.issuing_registers, action="decrease")
+
+        @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
+        def by_warp(warp: Scalar) -> None:
+            """Each warp its own loop."""
+            with one_warp():
+                when((warp == COPYING_WARP) & (self.total > 0))(self._copy)
+                when((warp == PRODUCT_WARP) & (self.total > 0))(self._multiply)
+
+    # ----------------------------------------------------------------- copies
+
+    def _copy(self) -> None:
+        """Copies the own tokens, each 16 rows to their lanes (sm100_tiles.py), and the tiles of every visit."""
+        scratch, sequence, layout = self.scratch, self.sequence, self.plan.layout
+        for array, target in zip(self.own, (scratch.own_first, scratch.own_second), strict=True):
+            for lane, row in copied_rows():
+                source = rows_of(array, layout, sequence.b, self.own_head, sequence.tile * TILE + row, COPIED_ROWS)
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(lane, COPIED_ROWS)], scratch.own_full.at[0])
+        for slot in range(self.tiles.slots):
+            plgpu.barrier_arrive(scratch.free.at[slot])
+
+        def step(_: None, visit: VisitNow, carry: Scalar) -> Scalar:
+            """Begins the copies of a visit, when its slot is free."""
+            slot, head = slot_of(visit.number, self.tiles.slots), sequence.visited_head(visit.head)
+            plgpu.barrier_wait(scratch.free.at[slot])
+            for array, ring in zip(self.visited, (scratch.first, scratch.second), strict=True):
+                source = rows_of(array, layout, sequence.b, head, visit.start, TILE)
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], scratch.full.at[slot])
+            return carry
+
+        sequence.each(lambda _: None, step, i32(0))
+        for n in range(self.tiles.slots):  # no arrival at a barrier may come after the end of the CTA
+            plgpu.barrier_wait(scratch.free.at[slot_of(self.total + n, self.tiles.slots)])
+
+    # ----------------------------------------------------------------- products
+
+    def _multiply(self) -> None:
+        """Issues the products of every visit."""
+        scratch, slots = self.scratch, self.tiles.slots
+        plgpu.barrier_wait(scratch.own_full.at[0])
+        plgpu.barrier_wait(scratch.full.at[0])
+        for half in range(HALVES):
+            self._multiply_scores(i32(0), half)
+            self._multiply_cotangents(i32(0), half)
+
+        def step(n: Scalar, _: None) -> None:
+            """The sums of visit n, and S and dP of visit n + 1, of both halves."""
+            more = n + 1 < self.total
+            slot, following = slot_of(n, slots), slot_of(n + 1, slots)
+            when(more)(lambda: plgpu.barrier_wait(scratch.full.at[following]))
+            for half in range(HALVES):
+                first = n > 0 if half == 0 else True
+                if scratch.sum_second is not None and scratch.weights_full is not None:
+                    plgpu.barrier_wait(scratch.weights_full.at[half])
+                    self._add(scratch.sum_second, overlaid(scratch.scores)[1], scratch.second, slot, half, first)
+                    when(more)(lambda half=half: self._multiply_scores(following, half))
+                plgpu.barrier_wait(scratch.differences_full.at[half])
+                self._add(scratch.sum_first, overlaid(scratch.cotangents)[1], scratch.first, slot, half, first)
+                if scratch.sum_second is None:
+                    when(more)(lambda half=half: self._multiply_scores(following, half))
+                when(more)(lambda half=half: self._multiply_cotangents(following, half))
+            plgpu.tcgen05_commit_arrive(scratch.free.at[slot])
+
+        lax.fori_loop(i32(0), self.total, step, None)
+        plgpu.tcgen05_commit_arrive(scratch.sums_full.at[0])
+
+    def _half(self, ring: Ref, slot: Scalar, half: int) -> Ref:
+        """Half a visited tile, [64, D or E], in a slot of a ring."""
+        return ring.at[slot, pl.ds(half * self.tiles.half, self.tiles.half)]
+
+    def _multiply_scores(self, slot: Scalar, half: int) -> None:
+        """Issues S of a half; `scores_full` gets an arrival when it has completed."""
+        scratch = self.scratch
+        scores, _ = overlaid(scratch.scores)
+        visited = self._half(scratch.first, slot, half).transpose((1, 0))
+        plgpu.tcgen05_mma(scores.at[half], scratch.own_first, visited, accumulate=False)
+        plgpu.tcgen05_commit_arrive(scratch.scores_full.at[half])
+
+    def _multiply_cotangents(self, slot: Scalar, half: int) -> None:
+        """Issues dP of a half; `cotangents_full` gets an arrival when it has completed."""
+        scratch = self.scratch
+        cotangents, _ = overlaid(scratch.cotangents)
+        visited = self._half(scratch.second, slot, half).transpose((1, 0))
+        plgpu.tcgen05_mma(cotangents.at[half], scratch.own_second, visited, accumulate=False)
+        plgpu.tcgen05_commit_arrive(scratch.cotangents_full.at[half])
+
+    def _add(self, total: Ref, left: Ref, ring: Ref, slot: Scalar, half: int, accumulate: Scalar | bool) -> None:
+        """Issues total += left visited for a half; without `accumulate` total = left visited.
+
+        total   [1, 128, D or E] in tensor memory
+        left    P or dS of both halves in tensor memory
+        """
+        weights = left.at[half, :, pl.ds(0, self.tiles.half)]
+        plgpu.tcgen05_mma(total.at[0], weights, self._half(ring, slot, half), accumulate=accumulate)
