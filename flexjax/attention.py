@@ -216,7 +216,8 @@ def with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[A
 def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     """The Results of `call` by the dense implementation of reference.py (implementation="reference").
 
-    It evaluates the mods as the user gave them in `arguments`, not the programs that they were traced to.
+    It evaluates the mods as the user gave them in `arguments`, the keywords of flex_attention, and not the programs that they were traced
+    to. lse and max_scores are in the score dtype of the plan.
     """
     plan, operands, get = call.plan, call.operands, arguments.get
     score_mod, mask_mod, block_mask = get("score_mod"), get("mask_mod"), get("block_mask")

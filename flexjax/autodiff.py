@@ -143,7 +143,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    """Chooses xla, the only backend with forward mode; warns of a fallback."""
+    """Chooses xla, the only backend with forward mode, whatever `moving` is; warns of a fallback."""
     run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
@@ -187,6 +187,9 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
     """Chooses the backend of the backward pass; warns of a fallback.
 
+    wanted    which movable operands get a gradient
+    has_lse   not read, because no choice depends on it
+
     The warning says that the gradients of captured arrays are the reason, if another backend would be chosen without them. Raises
     ValueError if score_mod has no derivative.
     """
@@ -222,6 +225,8 @@ backward_p = make_primitive("flexjax_backward", _backward, _backward_shapes, _ch
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
     """The jvp rule of `forward`: (results, their tangents). The tangents of out and lse are those of the primitive
     `tangent`; that of max_scores, where the plan asks for it, is zeros.
+
+    primals, tangents   the operands as a flat list, and for each of them its tangent or a symbolic zero
 
     `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
     are. If there are none, it is not bound and all tangents are zeros. If a captured array has a tangent, both primitives are bound with
@@ -309,7 +314,11 @@ def _batch_rule(primitive: Primitive) -> Callable:
     """
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
-        """(results, their mapped axes, all 0); `dims`: the mapped axis of each argument, None for those that are not mapped."""
+        """(results, their mapped axes, all 0).
+
+        dims     the mapped axis of each argument, None for those that are not mapped
+        params   parameters of the primitive beside the problem
+        """
         mapped = [d is not None for d in dims]
         front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(flat, dims, strict=True)]
         outs = batch_rule(primitive, problem, front, mapped, params)

@@ -182,7 +182,7 @@ def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:
 
 
 def _letters(name: str, layout: str) -> str:
-    """The expected shape of query, key or value in shape letters, for example "[B, T, N, D]"."""
+    """The expected shape of the argument `name` ("query", "key" or "value") in `layout`, in letters: "[B, T, N, D]" of query in BTNH."""
     dims = {"query": "TND", "key": "SMD", "value": "SME"}[name]
     order = dims if layout == "BTNH" else dims[1] + dims[0] + dims[2]
     return "[B, " + ", ".join(order) + "]"
@@ -359,13 +359,16 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
 
 
 def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
-    """The arguments query_seq_lengths and key_value_seq_lengths of a call with these inputs; see `clipped_lengths`."""
+    """query_seq_lengths (`query`) and key_value_seq_lengths (`key`) as Lengths, int32 [B] or None each; checked by `clipped_lengths`."""
     return clipped_lengths(query, key, inputs.batch, inputs.q_len, inputs.kv_len)
 
 
 def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: int) -> Lengths | None:
     """The arguments query_seq_lengths and key_value_seq_lengths as Lengths: int32 [B], clipped to 0 .. T and 0 .. S. A single number
     is repeated for every batch entry.
+
+    query, key             the two arguments, not checked yet
+    batch, q_len, kv_len   B, T and S
 
     An argument that is None stays None, which means that all queries, or all keys, exist; if both are None, the result is None.
     Raises ValueError for anything but an int, an integer scalar or an integer array [B]. Numbers out of range are clipped without an
@@ -375,7 +378,7 @@ def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: 
         return None
 
     def checked(name: str, given: object, most: int) -> Array | None:
-        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None."""
+        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None. Raises ValueError."""
         if given is None:
             return None
         is_int = isinstance(given, int) and not isinstance(given, bool)

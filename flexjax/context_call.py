@@ -266,7 +266,7 @@ def _planned(
 
     prepared, problem   the call without its mask, and its problem
     mask_mod, mask      the argument mask_mod and the argument block_mask; at most one is not None
-    existing            the rows that exist; None without lengths
+    existing            the rows that exist; None without lengths. Raises NotImplementedError for them beside a mask of user lists
     """
     layout, plan, operands = placed.layout, prepared.plan, prepared.operands
     lengths = (layout.q_len, layout.kv_len)
@@ -323,7 +323,7 @@ def _planned(
 
 
 def _origin_with(mask: object, given: Origin | OriginTable | None) -> Origin | OriginTable | None:
-    """The origin of a call: the one given, else that of its block mask. Raises ValueError if the mask's places queries or keys."""
+    """The origin of a call: `given`, else that of its block mask or None. Raises ValueError if the mask's places queries or keys."""
     own = mask.origin if isinstance(mask, BlockMask) else None
     if own is not None and own.layout is not None:
         raise bad_argument(

@@ -63,8 +63,10 @@ _compiled = jax.jit(_attend, static_argnums=0)
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
-    """The jvp rule of `_attend`: (results, their tangents). The tangents of out and lse are those of the primitive `tangent`; the other
-    results have none.
+    """The jvp rule of `_attend`: (results, their tangents). The tangents of out and lse are those of the primitive `tangent`, or zeros if
+    no operand has a tangent; those of the other results are zeros.
+
+    primals, tangents   the arguments `flat` of `_attend`, and for each of them its tangent or a SymbolicZero
 
     Where a captured array has a tangent and inputs have 16 bits, the forward pass is that of `Problem.for_captures`, and the passes after
     it get the float32 out, to which the rounding error is added again.

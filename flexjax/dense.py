@@ -49,8 +49,8 @@ class DenseBackend:
         return []
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass: out, lse and, if the plan asks for it, max_scores, by reference_attention with the plan's programs as
-        mods.
+        """The forward pass: out, lse and, if the plan asks for them, max_scores and rounding (zeros), by reference_attention with the
+        plan's programs as mods. Keys in pages are gathered first; `target` is not read.
         """
         plan, operands = contiguous(plan, operands)
         out, lse, top = reference_attention(
@@ -74,7 +74,7 @@ class DenseBackend:
         return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None, rounding)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
+        """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
         operands, results, d_out, d_lse, wanted, _ = given
         flags = wanted.flat
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]

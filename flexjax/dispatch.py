@@ -198,7 +198,7 @@ def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:
 
 
 def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | None:
-    """Why the backend cannot run the plan on the target, in a sentence; None if it can.
+    """Why the backend `name` cannot run the plan on the target, in a sentence; None if it can.
 
     named   whether the call names the backend. If it does not, kernels are never simulated, and kernels are refused for a GPU
             or TPU of unknown kind, because they may not run on it.

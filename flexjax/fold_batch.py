@@ -85,12 +85,12 @@ class Mapped:
 
     @property
     def moving(self) -> tuple[bool, ...] | None:
-        """The primitive's parameter `moving`, see above."""
+        """The primitive's parameter `moving`: which movable operands have a tangent; None for forward and backward."""
         return self.params.get("moving")
 
     @property
     def wanted(self) -> tuple[bool, ...] | None:
-        """The primitive's parameter `wanted`, see above."""
+        """The primitive's parameter `wanted`: which movable operands get a gradient; None for forward and tangent."""
         return self.params.get("wanted")
 
     def tangent_index(self, movable: int) -> int | None:

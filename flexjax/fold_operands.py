@@ -1,7 +1,7 @@
 """The programs and operands of a mapped call for its folded batch: V copies of a call with B batch entries, V * B entries.
 
 fold_batch.py says what is folded, and folds the call from these parts. "Mapped" arrays have an axis of copies in front; the others are
-shared by all copies.
+shared by all copies. `plan` is that of one copy, `operands` are those of the mapped call, and `flags` say which of them are mapped.
 """
 
 import dataclasses
@@ -109,7 +109,8 @@ def fold_pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int)
 def fold_origin(
     plan: KernelPlan, operands: Operands, flags: Operands, size: int
 ) -> tuple[OriginLayout | None, Starts | None]:
-    """The origin for the folded batch, (layout, starts): one row if all copies and batch entries share it, else V * B rows.
+    """The origin for the folded batch, (layout, starts): one row if all copies and batch entries share it, else V * B rows. (None, None)
+    without an origin.
 
     flags   which operands are mapped (Mapped.flags)
     size    V, the number of copies

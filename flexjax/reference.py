@@ -111,7 +111,7 @@ def _zero_tail(x: jax.Array, length: jax.Array | None) -> jax.Array:
 def _existing(
     on: jax.Array | None, shape: tuple[int, ...], lengths: tuple[jax.Array | None, jax.Array | None]
 ) -> jax.Array | None:
-    """Which entries are visible and exist: bool of `shape` [B, N, T, S]; `on` itself without lengths.
+    """Which entries are visible and exist: bool of `shape` [B, N, T, S]; `on` itself, also None, without lengths.
 
     on        which entries the mask shows, broadcastable to `shape`; None: all
     lengths   how many (queries, keys) of each batch entry exist, int32 [B] each; None: all

@@ -77,7 +77,7 @@ def is_better(timing: Timing, own: Timing) -> bool:
 
 
 def time_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
-    """The measurements of the backend's own choice and of the fastest candidate.
+    """The measurements (own, fastest) of the backend's own choice and of the fastest candidate.
 
     Both are timed again, in alternation, if the first measurements would replace the backend's own choice; the first
     measurements stay if that raises an error, which is logged.
@@ -140,10 +140,11 @@ def gradients_of(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 def _step(
     call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
-    """The function of the operands that is timed for the plan of a candidate: the forward pass, or both passes.
+    """The function of the operands that is timed for the plan of a candidate: the forward pass, which returns out, or both passes, which
+    return (out, gradients).
 
     plan      that of the call with the candidate's tile among its options
-    timed     the choice of the backend
+    timed     the choice of the backend; xla computes the gradients that this backend refuses
     which     "forward" or "backward" (both passes)
     movable   indices in Operands of the arrays that get gradients
     """

@@ -135,7 +135,9 @@ class KernelOptions:
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a size that is no positive int, and for a flag that is no bool."""
+        """Raises ValueError for a size that is no positive int, for another `split` or `instruction` than the class allows, and for a
+        flag that is no bool.
+        """
         for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -222,7 +224,7 @@ def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def checked(self: KernelOptions, *values: object, **options: object) -> None:
-        """KernelOptions.__init__ after a check of the names of the keywords."""
+        """KernelOptions.__init__, but an unknown keyword raises ValueError."""
         for name in options:
             if name not in known:
                 raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")
