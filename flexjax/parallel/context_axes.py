@@ -119,8 +119,10 @@ def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Spl
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
-    """The call as a jitted function from the flat list of operands and tables to the results; cached. See explicit_axes.py.
+    """The call as a jitted function from the flat list of whole operands and tables to the results; cached.
 
+    split      over which axes the batch and the heads are split
+    run        from the call and the flat list of operands and tables of one device to its results
     measured   `tuned.state()`, which changes with the measured tiles; the call is compiled again for other tiles
     """
     operand_names, table_names = dims_of(call)
@@ -235,6 +237,7 @@ def lower_with_rule(
 ) -> typing.Any:
     """Lowers a primitive of context_primitives.py on global arrays, as a call with a partitioning rule; returns the results.
 
+    ctx        the context of the lowering rule that calls this function
     flat       the lowered arguments (MLIR values)
     function   what the primitive computes on one device: function(*flat, call=, **params)
     params     the parameters of the primitive beside the call

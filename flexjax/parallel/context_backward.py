@@ -161,7 +161,10 @@ class Backward(OnDevice):
         movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
 
         def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
-            """Adds what one part of the shards contributes; `state`: gradients of own keys in their dtypes, and those that stay."""
+            """(the next state, None), for lax.scan: adds what part `number` of the shards contributes.
+
+            state   gradients of own keys in the dtypes of the keys, and sums of the gradients that do not travel
+            """
             part = ShardPart(number, blocks)
             arrays = [exchange.part_of(x, part) for x in own.arrays]
             keys = exchange.visiting(arrays, 0, part)
@@ -204,7 +207,10 @@ class Backward(OnDevice):
         first = self.backward_over(own, cotangents, wanted)
 
         def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
-            """Adds the terms of the keys that visit now; `state`: visiting keys, their gradients on the way, and gradients that stay."""
+            """(the next state, None), for lax.scan: adds the terms of the keys that are on this device after `number` steps.
+
+            state   these keys, their gradients, which are still on the device before this one, and the gradients that do not travel
+            """
             visiting, sent, kept = state
             arrived, coming = exchange.from_previous(sent), exchange.from_previous(visiting)
             found = self.backward_over(exchange.visiting(visiting, number, part), cotangents, wanted)

@@ -228,9 +228,10 @@ class Search:
         return State(self, owner, counts)
 
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
-        """Exchanges between the devices `one` and `other` after which neither load is above `limit`, drawn at random by `draw`.
+        """Exchanges between the devices `one` and `other` after which neither load is above `limit`, drawn at random by `draw`, at most
+        SAMPLED // len(RUNS) of each length in RUNS.
 
-        int [n, 3]: (first chunk of a run of `one`, first chunk of a run of `other`, length of both runs in chunks).
+        int [n, 3]: (first chunk of a run of `one`, first chunk of a run of `other`, length of both runs in chunks). n may be 0.
         """
         found = [np.zeros((0, 3), int)]
         for length in RUNS:
@@ -250,7 +251,8 @@ class Search:
 
         high, low   the devices with the larger and with the smaller load
 
-        int [n, 3]: (first chunk of a run of `high`, first chunk of a run of `low`, length of both runs in chunks).
+        int [n, 3]: (first chunk of a run of `high`, first chunk of a run of `low`, length of both runs in chunks), n at most CANDIDATES.
+        After each of them the load of `high` is smaller, and that of `low` still below what `high` had.
         """
         gap, chunks = state.loads[high] - state.loads[low], len(state.owner)
         found = [np.zeros((0, 3), int)]
@@ -321,7 +323,9 @@ class State:
     """
 
     def __init__(self, search: Search, owner: np.ndarray, counts: np.ndarray | None = None):
-        """Computes the fields from `owner`; `counts` may be given where it is known already."""
+        """Computes the fields from `owner`, which is kept and not copied, and the arrays of `search`. counts: that field, if the caller
+        knows it already.
+        """
         devices = search.devices
         self.owner = owner
         self.loads = np.bincount(owner, search.work, devices)

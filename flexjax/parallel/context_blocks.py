@@ -38,7 +38,8 @@ class Visited(typing.NamedTuple):
 
 
 def trace_mask(mask_mod: Callable, lengths: Lengths, batch: int | None, heads: int | None) -> TracedMod:
-    """Traces a mask for a sequence of these lengths (queries, keys).
+    """Traces mask_mod(b, h, q_idx, kv_idx) for a sequence of these lengths (queries, keys). Raises ModError, a ValueError, if it cannot
+    be traced.
 
     batch, heads   numbers of batch entries and of query heads; None: not known. Raises ValueError if the mask reads `b` (`h`) and that
                    number is None
@@ -56,7 +57,7 @@ def trace_mask(mask_mod: Callable, lengths: Lengths, batch: int | None, heads: i
 
 
 def is_traced(traced: TracedMod) -> bool:
-    """Whether the mask captures an array whose numbers are not known."""
+    """Whether the mask captures an array that a jax transformation traces, so that its numbers are not known."""
     return any(isinstance(x, Tracer) for x in traced.arrays)
 
 

@@ -77,7 +77,11 @@ class OnDevice:
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
     def stage(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Stage:
-        """The stage of this device's queries with `keys`; the other arguments are those of `stage_of`."""
+        """The stage of this device's queries with `keys`.
+
+        sinks     whether the stage has the sinks, which must be given then
+        partial   whether its results will be added to those of other stages
+        """
         return stage_of(
             self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys, sinks, partial
         )
@@ -114,7 +118,9 @@ class OnDevice:
         return dataclasses.replace(self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks))
 
     def visited(self, received: Keys) -> Keys:
-        """The key blocks that the visitors visit: the received ones, then this device's own ones."""
+        """The key blocks that the visitors visit: all of `received` (Exchange.receive), then those of this device's own that `tables.visitors`
+        names, as the Keys of the stage of `received`.
+        """
         visitors, own = typing.cast(Visitors, self.tables.visitors), self.own
         slots, size = visitors.keys[self.exchange.me], self.call.block_size[1]
         axis = token_axis(self.call.plan)

@@ -195,7 +195,9 @@ class Exchange(typing.NamedTuple):
         return self._reordered(x, blocks, size, self.in_order)
 
     def to_tokens(self, x: Array, blocks: Array, size: int) -> Array:
-        """The inverse of `to_heads`."""
+        """All heads of this device's tokens, from x, this device's part of the heads of all tokens: the inverse of `to_heads`, whose
+        arguments `blocks` and `size` it takes.
+        """
         axis = token_axis(self.call.plan)
         x = self._reordered(x, blocks, size, self.by_device)
         return (

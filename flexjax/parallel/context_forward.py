@@ -39,7 +39,7 @@ class Forward(OnDevice):
     def rows(self) -> Part:
         """This device's rows over all keys and the sinks; out is in the dtype of query, or in float32 if the plan asks for rounding.
 
-        For every method but "all_to_all".
+        For every method but "all_to_all". If the call is `checked`, the program chooses between "neighbours" and "ring" when it runs.
         """
         if self.call.checked:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
@@ -55,7 +55,7 @@ class Forward(OnDevice):
         return self._finished(part)
 
     def _ring(self) -> Part:
-        """The results of the device's queries over all keys, without sinks, by the method "ring".
+        """The results of the device's queries over all keys, without sinks, in the score dtype, by the method "ring".
 
         The shards of keys travel around the ring of devices; long shards in RING_PARTS parts, one after the other, because a part
         takes less memory.

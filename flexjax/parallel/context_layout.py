@@ -84,7 +84,7 @@ class ContextLayout:
         return self._counted(self._blocks_received, "blocks_received")
 
     def padded(self, side: Side = "query") -> int:
-        """Rows of a permuted array of queries or keys, all devices together."""
+        """How many rows a permuted array of queries (side "query") or keys ("key") has, all devices together, padding included."""
         return _size(self._of(side)[1]) * self._of(side)[2]
 
     @property
@@ -160,7 +160,7 @@ class ContextLayout:
     def _axis(self, x: ArrayArgument, axis: int, length: int, side: str, what: str) -> int:
         """The argument `axis` as a number from 0 on. Raises ValueError unless x has that axis with `length` entries.
 
-        what   the name of that length, for the message
+        side, what   the side of x, and the name of that length, for the message
         """
         if not -x.ndim <= axis < x.ndim:
             raise bad_argument("axis", repr(axis), f"an axis of x, which has {x.ndim}", "Name the axis of the tokens.")

@@ -84,7 +84,12 @@ FEW = 0.5
 
 
 def _visitors(mask: TracedMod, layout: ContextLayout, rounds: Rounds) -> Visitors | None:
-    """The Visitors of the method "neighbours"; None if on some device more than FEW of the query blocks visit received keys."""
+    """The Visitors of the method "neighbours" as numpy arrays; None if on some device more than FEW of the query blocks visit received
+    keys.
+
+    mask, layout   with known arrays
+    rounds         the rounds of the call, at least one
+    """
     query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
     (devices, rows), own = query_blocks.shape, key_blocks.shape[1]
     received = [np.asarray(x) for x in rounds.received]

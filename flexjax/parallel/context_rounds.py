@@ -51,15 +51,21 @@ def needed_keys(needed: np.ndarray, query_blocks: np.ndarray, key_blocks: np.nda
 
 
 def received_counts(keys: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
-    """int64 [devices]: the key blocks that each device needs from others; keys: from `needed_keys`."""
+    """int64 [devices]: how many key blocks each device needs from others.
+
+    keys         from `needed_keys`
+    key_blocks   int32 [devices, blocks of each]: the key blocks of each device
+    """
     own = np.take_along_axis(keys, key_blocks.astype(np.int64), 1)
     return np.count_nonzero(keys, 1) - np.count_nonzero(own, 1)
 
 
 def rounds_of(keys: np.ndarray, key_blocks: np.ndarray, rounded: bool) -> Rounds:
-    """The rounds in which every device gets the key blocks that it needs; keys: from `needed_keys`.
+    """The rounds in which every device gets the key blocks that it needs. There is none if no device needs a block of another.
 
-    rounded   whether shifts and widths are rounded up, for masks whose captured arrays change
+    keys         from `needed_keys`
+    key_blocks   int32 [devices, blocks of each]: the key blocks of each device
+    rounded      whether shifts and widths are rounded up, for masks whose captured arrays change
     """
     devices, each = key_blocks.shape
     # bool [sender, receiver, slot]: what travels

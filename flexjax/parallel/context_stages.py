@@ -73,6 +73,7 @@ def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
 def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
     """x with the blocks of `new` in place of its blocks of `size` tokens at `slots`. Slots past the end are left out.
 
+    x     an array over tokens in the layout of the plan
     new   the blocks one after the other, in the form in which `take_blocks` returns them
 
     The barrier lets XLA write into x where nothing else reads it. Without it XLA fuses what computes `new` into the scatter, and
@@ -86,6 +87,7 @@ def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) 
 def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
     """x with the blocks of `new` added to its blocks of `size` tokens at `slots`. Slots past the end are left out.
 
+    x     an array over tokens in the layout of the plan
     new   the blocks one after the other, in the form in which `take_blocks` returns them
     """
     return _blocks_at(plan, x, slots, size, lambda at, blocks: at.add(blocks, mode="drop"), new)
@@ -110,6 +112,7 @@ def classes_on(
 ) -> Array:
     """The class of each pair of blocks under the mask of the call: int8 [1 or B, 1 or N, len(queries), len(keys)].
 
+    plan            of the batch entries and heads that are classified, with the mask program; the sizes of blocks are those of `call`
     captures        the arrays that the mask program captures
     tables          the tables of the call; `classes` of them, if given, are looked up in place of an analysis of the mask
     queries, keys   int32: numbers of blocks in the sequence. A number below 0 or past the last block stands for no block: its

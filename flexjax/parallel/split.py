@@ -12,6 +12,10 @@ share of it:
 
 A share is the part of the batch and heads that one device computes. "Axes" are those of the mesh, "dimensions" those of arrays.
 
+`params` are the parameters of a forward, tangent or backward primitive beside its problem. Of the tangent: `moving`, which movable
+operands have a tangent; of the backward pass: `wanted`, which movable operands get a gradient, and `has_lse`, whether there is a
+cotangent of lse; of the forward pass: none.
+
 A Split says over which mesh axes the batch and the heads of the work are split.
 
 A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
@@ -298,10 +302,6 @@ def gradients_of_parts(
 
 
 # ------------------------------------------------------------------- the primitives of a call
-#
-# `params` are the parameters of a forward, tangent or backward primitive beside its problem. Of the tangent: `moving`, which movable
-# operands have a tangent; of the backward pass: `wanted`, which movable operands get a gradient, and `has_lse`, whether there is a
-# cotangent of lse; of the forward pass: none.
 
 
 def moved_places(problem: Problem, params: Mapping[str, typing.Any]) -> list[int]:
