@@ -26,11 +26,13 @@ ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; unknown suites, peers and passes end the process with a message.
+    """Parses the command line to a namespace with a field for each option; unknown suites, peers and passes end the process with a
+    message.
 
     argv   the arguments; None: those of the process
 
-    Without --peers, `peers` names all that the suite offers, joined by commas.
+    `peers` and `passes` are names joined by commas; without --peers `peers` names all that the suite offers. `minutes` is 60 if not given,
+    9 for the suite first-hour. `seconds`, `json` and `plot` are None if not given.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument(
@@ -69,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line, prints the table and writes the files that it asks for. Returns the exit status: 1 if a
-    result is wrong or missing, else 0; that of `main` of the suites "order", "mesh" and "step".
+    result is wrong or missing, else 0; that of `main` of the suites "order", "mesh", "step" and "first-hour".
 
     argv   the arguments; None: those of the process
     """

@@ -208,7 +208,7 @@ def _each_copy(case: DecodeCase, attend: Callable[..., Array]) -> Run:
 
 
 def jax_paged(case: DecodeCase) -> Run:
-    """cuDNN on pages, through a function of jax that is not public."""
+    """cuDNN on pages, through a function of jax that is not public. It ignores a mod; `DecodeCase.skipped` leaves such cases out."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     attend: Callable[..., typing.Any] = cudnn.paged_attention

@@ -23,7 +23,7 @@ def measure(case: DecodeCase, folder: str) -> tuple[dict[str, Any], dict[str, np
     folder   the folder of the run, which has the lock on the device
 
     Returns ({"decode": seconds of one call, "how": how it was measured, "first_call": seconds of compiling and the first call},
-    {"out": sample outputs, float32}).
+    {"out": float32 [entries, T, N, D], the outputs of the requests case.entries() on the last copy}).
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -70,7 +70,10 @@ def _repeated(numbers: np.ndarray, shape: tuple[int, ...]) -> Any:
 def _mods(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
     """(score_mod, mask_mod) of a case as functions of torch tensors, None where it has none.
 
-    Their q counts the queries of the call from 0, as torch does. In a case with random lengths the mask hides the keys past a length.
+    Their q counts the queries of the call from 0, as torch does. A case with random lengths gets one mask, which hides the keys past a
+    length, whatever its mod is.
+
+    arrays   the tensors that the mods read, by the names of `case.arrays()`
     """
     import torch
 

@@ -248,6 +248,8 @@ def _host(decode: bool, peer: str, problems: Sequence[Any]) -> tuple[Callable[..
 
     decode     whether the suite is one of DECODE_SUITES
     problems   what will be measured, in this order
+
+    Imports the peer: raises ModuleNotFoundError if it is not installed, and RuntimeError if torch finds no GPU.
     """
     if peer.startswith("torch"):
         from flexjax.bench import decode_torch, torch_flex

@@ -78,8 +78,9 @@ def tokamax(problem: Workload) -> Attention:
 
 
 def flash_attention_3(problem: Workload) -> Attention:
-    """FlashAttention-3 inside jax (the package dew-flash-attn-cu13): full and causal attention, windows, and documents as sequences of its
-    own (varlen); no score mod. Its backward pass adds in any order.
+    """FlashAttention-3 inside jax (the package dew-flash-attn-cu13), for workloads with a full, causal or window mask, or documents, each a
+    sequence of its own (varlen), and no score mod; `Workload.skipped` leaves others out. Its backward pass adds in any order. Raises
+    ImportError if the package is not installed.
     """
     import dew_flash_attn as package
 
@@ -230,7 +231,8 @@ def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array
     learned = array if problem.learns else None
 
     def chunk(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
-        """One chunk of queries: its rows of out and dq, added to the sums of dk, dv and the learned array's gradient.
+        """(the new sums, (out, dq) of one chunk of queries), for lax.scan: the sums with the chunk's terms of dk, dv and the gradient of the
+        learned array added.
 
         inputs   (queries of the chunk, their d_out, the position of the first)
         """

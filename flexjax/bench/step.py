@@ -52,12 +52,16 @@ SMALL = Size(layers=2, width=32, heads=2, tokens=96, documents=3)
 
 
 def no_attention(ids: Array) -> Attention:
-    """The sum of q, k and v: no attention, but gradients for all of them; `ids` is not read."""
+    """The sum of q, k and v: no attention, but gradients for all of them; `ids`, the document of each token, is not read."""
     return lambda q, k, v: q + k + v
 
 
 def by_flexjax(ids: Array, implementation: typing.Literal["xla"] | None = None) -> Attention:
-    """flexjax with a block mask made here: causal, and inside the documents `ids`; `implementation` as for flex_attention."""
+    """flexjax with a block mask made here: causal, and inside documents.
+
+    ids              int32 [T]: the document of each token
+    implementation   as for flex_attention
+    """
     tokens = ids.shape[0]
     block_mask = flexjax.create_block_mask(
         flexjax.and_masks(masks.causal, masks.document(ids)), None, None, tokens, tokens
@@ -66,12 +70,14 @@ def by_flexjax(ids: Array, implementation: typing.Literal["xla"] | None = None) 
 
 
 def cudnn_causal(ids: Array) -> Attention:
-    """cuDNN's causal attention, which ignores the documents `ids`."""
+    """cuDNN's causal attention, which ignores `ids`, the document of each token."""
     return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
 
 def dense_mask(ids: Array, implementation: typing.Literal["xla", "cudnn"]) -> Attention:
-    """jax.nn.dot_product_attention with the same mask as `by_flexjax`, as an array bool [1, 1, T, T]."""
+    """jax.nn.dot_product_attention with the same mask as `by_flexjax`, as an array bool [1, 1, T, T]; `ids` as there, `implementation` as
+    for jax.nn.
+    """
     at = jnp.arange(ids.shape[0])
     mask = (ids[:, None] == ids) & (at[:, None] >= at)
     return functools.partial(jax.nn.dot_product_attention, mask=mask[None, None], implementation=implementation)
@@ -105,7 +111,9 @@ REFERENCES = (DENSE, CUDNN_DENSE, OWN_XLA)
 
 
 def first_weights(size: Size) -> Weights:
-    """Random float32 weights: [layers, in, out] each."""
+    """Random float32 weights by name, [layers, in, out] each: "query", "key", "value" and "out" from width to width, "up" to four times
+    the width and "down" back. Normal numbers over the root of `in`, the same in each call.
+    """
     shapes = {n: (size.width, size.width) for n in ("query", "key", "value", "out")}
     shapes |= {"up": (size.width, 4 * size.width), "down": (4 * size.width, size.width)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -161,7 +169,9 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
 
 
 def step_arguments(size: Size) -> tuple[Weights, Array, Array, Array]:
-    """The arguments of the step: weights, input, target, and the document of each token."""
+    """The arguments of the step, the same in each call: weights, input and target (random bfloat16 [1, T, width]), and the document of
+    each token, int32 [T].
+    """
     keys = jax.random.split(jax.random.key(1), 2)
     tokens, target = (jax.random.normal(key, (1, size.tokens, size.width), jnp.bfloat16) for key in keys)
     return first_weights(size), tokens, target, jnp.asarray(document_ids(size.tokens, size.documents, seed=0))

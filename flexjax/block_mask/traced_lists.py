@@ -78,7 +78,9 @@ block_lists_p.multiple_results = True
 
 @block_lists_p.def_abstract_eval
 def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool) -> list[core.ShapedArray]:
-    """The types of the four list arrays, for abstract evaluation: on the mesh of the captured arrays, split over no axis."""
+    """The types of the four list arrays, for abstract evaluation: on the mesh of the captured arrays, split over no axis. They do not
+    depend on `exact`.
+    """
     heads, (rows, columns) = mask.heads, mask.counts
     where = captures[0].sharding
     spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))

@@ -17,8 +17,11 @@ T = TypeVar("T")
 
 
 def eager(factory: Callable[P, T]) -> Callable[P, T]:
-    """The factory, computed outside of any transformation and mesh if its arguments allow it: no argument is traced, nor an array
-    on several devices. Arguments that are functions are not looked into.
+    """Makes a function that calls `factory` with its own arguments, outside of any transformation and mesh, so that what the factory
+    computes is known at once.
+
+    If an argument is traced or is an array on several devices, `factory` is called where the caller is. Arguments that are functions are
+    not looked into. The function has the name, the docstring and the signature of `factory`.
     """
 
     @functools.wraps(factory)

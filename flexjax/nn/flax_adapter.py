@@ -79,8 +79,10 @@ def attention_fn(
         [batch..., T, N, E].
 
         The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of
-        the computation. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
-        score_mod. Raises ValueError for arguments that fused attention cannot honour.
+        the computation, to which `promote_dtype` casts the arrays (None: they are cast to `dtype`, or to their common dtype). `deterministic`
+        means no dropout. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
+        score_mod. Raises ValueError for arguments that fused attention cannot honour, for a block mask beside a mask of the call, and for
+        dropout without a key.
         """
         _refuse(
             precision=precision,
@@ -185,7 +187,7 @@ def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
 def _with_bias(
     score_mod: ScoreMod | None, bias: ArrayLike | None, batch: tuple[int, ...], sizes: tuple[int, int, int, int]
 ) -> ScoreMod | None:
-    """The score_mod that adds flax's `bias` after `score_mod`; `score_mod` itself if there is no bias.
+    """The score_mod that adds flax's `bias` after `score_mod` (None: to the score); `score_mod` itself, also None, if there is no bias.
 
     bias    [batch..., N, T, S] or what broadcasts to it
     batch   the sizes of the batch axes

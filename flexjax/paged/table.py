@@ -323,7 +323,9 @@ def check_positive(name: str, number: object) -> None:
 
 
 def check_int32(name: str, given: object, shape: tuple[int, ...]) -> Array:
-    """The argument `name` as an int32 array. Raises ValueError for another shape and for no integers; other integer types are cast."""
+    """The argument `name`, whose value is `given`, as an int32 array; other integer types are cast. Raises ValueError for another shape and
+    for anything but an array of integers.
+    """
     return _check_array(name, given, shape, jnp.integer, "int32").astype(jnp.int32)
 
 
