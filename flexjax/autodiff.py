@@ -121,7 +121,8 @@ def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, 
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
-    """The types of the tangents of out and lse; `avals`: types of the arguments of `tangent`; `moving`: see `_tangent`.
+    """The types of the tangents of out, in the out_dtype of the plan, and of lse; `avals`: types of the arguments of `tangent`. They do not
+    depend on `moving`.
 
     Raises ValueError if score_mod has no derivative.
     """
@@ -155,7 +156,9 @@ def _backward_shapes(
     """The types of the gradients of the wanted operands: those of the operands themselves; for a partial plan their dtype is promoted
     with the score dtype.
 
-    avals   types of the arguments of `backward`; the other arguments: see `_backward`
+    avals    types of the arguments of `backward`
+    wanted   for each movable operand, whether it gets a gradient
+    has_lse  not read: it says how many arguments there are
 
     Raises ValueError if score_mod has no derivative.
     """

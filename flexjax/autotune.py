@@ -195,7 +195,8 @@ def _search(
                candidates are those of the backend that computes them
     until      the time of `time_tiles.clock` at which no further candidate begins; the forward search leaves the backward search
                60% of it
-    cache, progress   as for `autotune`
+    cache      where the fastest tiles are written: True: the user's file; a path: that file; False: nowhere
+    progress   whether to draw a progress bar; None: if stderr is a terminal
 
     Raises RuntimeError, with the reason of each candidate, if none runs.
     """
@@ -266,7 +267,7 @@ def _keep(
     timed       the choice of the backend, whose name and device are part of the key in the file
     timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was
                 finished
-    cache       as for `autotune`
+    cache       True: the user's file; a path: that file; False: none
 
     Returns the file, None if nothing was written.
     """

@@ -85,10 +85,10 @@ def check_inputs(
 ) -> Inputs:
     """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
 
-    The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes
-    and numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query;
-    heads are not repeated. Raises ValueError for a shape, dtype or layout that does not fit. Warns if the layout looks
-    wrong (`_warn_of_swapped_axes`).
+    The arguments are those of flex_attention, not checked yet: query [B, T, N, D], key [B, S, M, D], value [B, S, M, E], sinks [N],
+    query_extra [B, T, N, R], key_extra [B, S, K, R] for BTNH. Shapes, dtypes and numbers of heads must fit together. A key, value or
+    key_extra of batch 1 is broadcast to the batch of query; heads are not repeated. Raises ValueError for a shape, dtype or layout
+    that does not fit. Warns if the layout looks wrong (`_warn_of_swapped_axes`).
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")

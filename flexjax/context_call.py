@@ -94,7 +94,7 @@ class Built(typing.NamedTuple):
 
 
 def attention(context: object, given: Given) -> Results:
-    """The Results of a call with `context=` (not checked yet), in the layout and the rows of query. Raises what `build` raises."""
+    """The Results of a call with `context=` (not checked yet), in the layout and rows of query. Raises ValueError, NotImplementedError."""
     placed, _, _, _, call, operands, tables, existing = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None

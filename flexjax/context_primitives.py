@@ -51,7 +51,7 @@ def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
-    """out, lse and, if the plan asks for them, max_scores and rounding; `flat` as for `run`."""
+    """out, lse and, if the plan asks for them, max_scores and rounding; `flat`: the leaves of the operands, then those of the tables."""
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
     return tuple(Forward.of(PASSES, call, flat).forward())
@@ -214,8 +214,11 @@ def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving:
 def _backward_types(
     avals: Sequence[core.ShapedArray], call: ContextCall, wanted: tuple[bool, ...], has_lse: bool
 ) -> list[core.ShapedArray]:
-    """The types of the gradients, which are those of the wanted operands, in the order of Operands.movable; the arguments: see
-    `_backward`, `avals` the types of its `flat`.
+    """The types of the gradients, which are those of the wanted operands, in the order of Operands.movable.
+
+    avals     types of the arguments of `backward`, of which the first are the operands
+    wanted    for each movable operand, whether it gets a gradient
+    has_lse   not read: it says how many arguments there are
     """
     places = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     return [avals[place] for place, want in zip(places, wanted, strict=True) if want]

@@ -105,7 +105,7 @@ def dense_keep(
 ) -> Array:
     """`kept` at every entry, for the dense reference: bool that broadcasts to [B, N, T, S].
 
-    words, rate   as for `kept`; shape: B, N, T, S
+    words, rate   uint32 [2] from `key_words`, and the chance to be dropped; shape: B, N, T, S
     broadcast     whether all batch entries and heads keep the same positions; the result is then [1, 1, T, S] or broadcasts to that
     indices       b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
     """

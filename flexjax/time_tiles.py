@@ -173,7 +173,10 @@ def time_tile(
     """Compiles and times one candidate; one that is refused or raises an error is left out, with a line in the log.
 
     plan      that of the call with the candidate's tile among its options
-    which, tile, movable   see `_step` and Timing
+    timed     the choice of the backend whose tile it is
+    which     "forward": the forward pass is timed; "backward": both passes are
+    tile      the candidate, for the Timing and the log
+    movable   indices in Operands of the arrays that get gradients
     limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first
               untimed one
 

@@ -87,7 +87,7 @@ class AuxRequest:
 
 
 class AuxOutput(typing.NamedTuple):
-    """The extra results that an AuxRequest asked for; None in place of the others."""
+    """The extra results that an AuxRequest asked for, in the shapes and dtypes that AuxRequest says; None in place of the others."""
 
     lse: jax.Array | None = None
     max_scores: jax.Array | None = None

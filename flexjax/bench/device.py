@@ -6,7 +6,8 @@ the backward pass, which is the time of both less that of the forward pass; the 
 passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32 attention,
 which the process `reference` computes in chunks of queries, and adds the largest error. The decode suite has one pass, "decode".
 
-Processes of a group run at the same time, so that one compiles while another is timed, under a lock; groups run one after another. A process that dies is started again with the workload after the one it died of.
+Processes of a group run at the same time, so that one compiles while another is timed, under a lock; groups run one after another. A
+process that dies is started again with the workload after the one it died of.
 """
 
 import json
@@ -38,7 +39,8 @@ def measure_all(
     until: float,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Row]:
-    """Measures all workloads with all peers; returns (the rows of the report, see report.py; the device and versions by name).
+    """Measures all workloads with all peers; returns (the rows of the report, a dict for each workload and pass as report.py says; the
+    device and versions by name). It returns when all processes have ended.
 
     suite      name of the suite
     problems   the workloads

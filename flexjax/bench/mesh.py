@@ -150,8 +150,9 @@ def on_all(
 ) -> Compiled:
     """Both passes with the sequence split over all devices; call it with the mesh set.
 
-    arrays, table   as for `on_one`: whole arrays, which are permuted by `layout` here
-    method          that of ContextParallel
+    arrays   query, key, value and the cotangent of out, [1, T, heads, D]: whole arrays, which are permuted by `layout` here
+    table    of `learned_bias`; None: no score mod
+    method   that of ContextParallel
     """
     tokens, mesh = arrays[0].shape[1], jax.sharding.get_mesh()
     context = flexjax.ContextParallel(AXIS, layout, method=typing.cast(typing.Any, method))

@@ -45,7 +45,7 @@ def from_mask_mod(
 
     dims        batch, heads, q_len, kv_len; batch and heads as create_block_mask takes them
     block_size  tokens of a block, one number or (queries, keys)
-    exact       see create_block_mask
+    exact       whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work
     origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions
 
     Raises ValueError for arguments that do not fit.
@@ -90,7 +90,8 @@ def from_traced(
     heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one. An origin with a row for
             each batch entry gives each of them lists of its own
     sizes   q_len, kv_len, block_q, block_kv
-    exact   see create_block_mask; None counts as False if a captured array is traced
+    exact   whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work, and not if a
+            captured array is traced
     origin  where the mask's queries and keys lie in the whole problem; its arrays count as captured arrays. Raises
             ValueError if a block is longer than its runs allow. None: the mask is the whole problem
 

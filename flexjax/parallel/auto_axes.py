@@ -44,7 +44,8 @@ class Call:
     """A primitive of autodiff.py with its parameters: one forward pass, tangent or backward pass, before it is split.
 
     problem  the primitive's static parameter, of the whole call
-    params   its other parameters, see split.py
+    params   its other parameters: {} for forward; `moving` (which movable operands have a tangent) for tangent; `wanted` (which of them get
+             a gradient) and `has_lse` for backward
 
     The arguments of the primitive are the operands; for tangent and backward also out, lse and, where captured gradients are exact,
     rounding; then the tangents of the moving operands, or the cotangents of out and, with has_lse, of lse.

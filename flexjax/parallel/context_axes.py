@@ -75,8 +75,8 @@ def _list_dims(stage: int, name: str) -> typing.Any:
 def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) -> PartitionSpec:
     """How an array is split: its batch and heads as `split` says, its tokens over the axes of the sequence, all else not at all.
 
-    dims   the names of its dimensions, see `operand_dims`
-    axes   of the sequence
+    dims   the names of its dimensions, such as "b t h d" ("t" and "s" are tokens, see `operand_dims`)
+    axes   of the sequence; () if the call runs on one device
     """
     parts = spec_of(call.plan, dims, split)
     return PartitionSpec(

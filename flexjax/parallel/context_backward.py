@@ -59,7 +59,7 @@ class Backward(OnDevice):
     def _gradients(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """What `backward` returns, from the same arguments.
+        """The gradients of the wanted operands, which `backward` returns, from the same arguments.
 
         `backward` calls it on a copy of this object whose keys XLA cannot identify with those of the forward pass.
         """
@@ -226,7 +226,9 @@ class Backward(OnDevice):
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The gradients of the wanted operands by one stage: this device's queries with `keys`. `cotangents`, `wanted`: see `sums`."""
+        """The gradients of the wanted operands by one stage, this device's queries with `keys`: in the order of Operands.movable, those over
+        keys for the blocks of `keys`. Their dtype is at least the score dtype.
+        """
         stage = self.stage(keys)
         params = {"problem": stage.problem, "wanted": wanted, "has_lse": len(cotangents) == 4}
         given = [*self._residuals(*cotangents[:2]), *cotangents[2:]]
@@ -242,7 +244,7 @@ class Backward(OnDevice):
         return [rounded, lse] if rounding is None else [rounded, lse, rounding]
 
     def _of_sinks(self, cotangents: Sequence[Array]) -> Array:
-        """The gradient of the sinks, [N] in the score dtype, summed over the rows of this device. `cotangents`: see `sums`."""
+        """The gradient of the sinks, [N] in the score dtype, summed over the batch entries and the rows of this device."""
         sinks = self.by_head(typing.cast(Array, self.operands.sinks))
         out, lse, d_out, *d_lse = cotangents
         delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)

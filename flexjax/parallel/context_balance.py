@@ -318,7 +318,7 @@ class State:
     needs     bool [devices, columns]: whether any chunk of the device does
     owns      float32 [columns, devices]: 1 for the device that owns the column
     sent      float32 [receiver, sender]: how many columns travel (the diagonal: those that a device has itself)
-    traffic   see Search.traffic
+    traffic   what a device receives, as a share of the columns of all others (Search.traffic)
     cost      heaviest over mean load, but at least EVEN, plus the traffic
     """
 

@@ -263,7 +263,7 @@ class Decision(typing.NamedTuple):
 
     method    one of METHODS
     rounds    of the method "neighbours"; None for other methods
-    checked   see ContextCall
+    checked   whether the rounds may lack a block that the mask needs, so that the devices find out when the program runs
     """
 
     method: str
@@ -328,7 +328,10 @@ KEPT_ROUNDS = 16
 
 
 def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None) -> Rounds:
-    """The rounds in which the devices get all key blocks that a known mask visits. `entries`, `lists_known`: see `decide`.
+    """The rounds in which the devices get all key blocks that a known mask visits.
+
+    entries       batch entries and query heads of the mask
+    lists_known   bool [query blocks, key blocks]: the visited blocks of a mask from user lists; None: the mask is classified
 
     Those of the last KEPT_ROUNDS masks are kept in _ROUNDS, except those of user lists.
     """

@@ -200,7 +200,8 @@ def plan_of_stage(
 
     rows, columns    query blocks and key blocks of the stage, of block_size tokens
     blocks           the layout of its lists
-    sinks, partial   as for `stage_of`
+    sinks            whether the stage has the sinks
+    partial          whether there are other stages, to whose results those of this one are added
     """
     block_q, block_kv = block_size
     return dataclasses.replace(

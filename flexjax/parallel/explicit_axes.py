@@ -55,7 +55,7 @@ def split_of(query: Array, layout: str) -> Split | None:
 def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> Results:
     """The results of the whole call `problem`: runs `run` on every device of the mesh with the device's share of the operands.
 
-    split   of the work, as `split_of` returns it
+    split   over which explicit axes the batch and the heads of the work are split: those that split query
     run     computes the forward pass of one device from the problem and the operands of its share
 
     Arrays that are split otherwise than the work are resharded first, with a FallbackWarning if that gathers them. The batch,
@@ -77,7 +77,7 @@ def _compiled(
     no mesh.
 
     spec       how the first three dimensions of query are split; those of the results become split like them
-    run        see `split_work`
+    run        computes the forward pass of one device from the problem and the operands of its share
     measured   `tuned.state()`, which changes with the measured tiles; the call is compiled again for other tiles
     """
     plan = problem.plan

@@ -129,7 +129,7 @@ def arranged(plan: KernelPlan, dims: str) -> str:
 def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
     """How an array is split for the work: its batch and head dimensions over the axes of `split`, all others whole.
 
-    dims   the names of the array's dimensions, see `operand_dims`
+    dims   the names of the array's dimensions, such as "b t h d" (see `operand_dims`)
     """
     axes = {
         "b": split.batch,
@@ -293,7 +293,8 @@ def gradients_of_parts(
     flat          this device's parts of the operands, as a flat list
     places        the index of each gradient's operand in it
     gradients     of the share: of operands with the key heads that the device reads; the other heads of its part have 0
-    specs, work   as for `sum_over_shared_axes`
+    specs         how each operand is split
+    work          the axes that split the work
     """
     cut = cut_to_own_heads(problem, split)
     back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
