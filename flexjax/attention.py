@@ -164,12 +164,11 @@ def flex_attention(
     many bytes. Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
-    query, key and value. A row whose scores score_mod
-    sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's
-    gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can reach the
-    output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that
-    are skipped as a whole are never read. Zero such entries before the call: jnp.where(valid[:, :, None, None], value, 0), or hide
-    them by key_value_seq_lengths.
+    query, key and value. A row whose scores score_mod sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot
+    hold log(n) beside -1e10, so each entry's gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and
+    value at a hidden position can reach the output (from value) and gradients (from both), because 0 * NaN is NaN, as in
+    jax.nn.dot_product_attention; only blocks that are skipped as a whole are never read. Zero such entries before the call:
+    jnp.where(valid[:, :, None, None], value, 0), or hide them by key_value_seq_lengths.
 
     Lengths. Queries and keys from a length on do not exist, whatever their slots hold, NaN and infinity included: out is 0 and lse
     -inf in such a row (also with sinks), gradients of such slots are 0, and cotangents of such rows are ignored. Tiles past a length

@@ -103,7 +103,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
 
 
 def _choose_forward(target: Target, problem: Problem) -> Run:
-    """Chooses the backend of the forward pass; warns of a fallback."""
+    """Chooses the backend of the forward pass; warns of a fallback. Raises NotImplementedError if no backend accepts the plan."""
     run = dispatch.choose(problem.plan, problem.implementation, target)
     dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run

@@ -199,7 +199,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
 
 
 def _mesh_of(query: Array) -> Mesh:
-    """The mesh that is set (jax.set_mesh, jax.shard_map), else that of the array; an empty one if there is none."""
+    """The mesh that is set (jax.set_mesh, jax.shard_map), else that on which query lies; an empty one if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         mesh = jax.typeof(query).sharding.mesh

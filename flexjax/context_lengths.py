@@ -98,8 +98,8 @@ class ExistingRows(typing.NamedTuple):
         return exists
 
     def _where(self, x: Array, side: Side, other: float) -> Array:
-        """x [B, ...], an array over queries or keys as `side` says, with `other` in the rows that do not exist; x itself without lengths
-        of that side.
+        """x [B, ...], an array over queries or keys as `side` says, with `other` in the rows that do not exist, padding included; x itself
+        without lengths of that side.
         """
         ends = self.lengths.query if side == "query" else self.lengths.key
         if ends is None:

@@ -206,7 +206,9 @@ def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list
 
 
 def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:
-    """The types of the tangents: those of out and lse. Raises ValueError if score_mod has no derivative."""
+    """The types of the tangents, which are those of out and lse among `avals`, the types of the arguments of `tangent`; `moving` is not
+    read. Raises ValueError if score_mod has no derivative.
+    """
     call.problem.needed_derivative()
     return list(_split(call, avals)[1][:2])  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 def mix(x: Array) -> Array:
-    """A bijection of uint32 that mixes all bits (lowbias32)."""
+    """A bijection of uint32 that mixes all bits (lowbias32), applied to each element of x."""
     x = x ^ (x >> jnp.uint32(16))
     x = x * jnp.uint32(0x7FEB352D)
     x = x ^ (x >> jnp.uint32(15))
@@ -31,6 +31,7 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
     """bool: whether dropout keeps the probability of the entry (b, h, q_idx, kv_idx), which it does with chance 1 - rate.
 
     words                  uint32 [2], from `key_words`; the same words keep the same entries
+    rate                   a Python float in [0, 1)
     b, h, q_idx, kv_idx    integer scalars or arrays that broadcast together; the result has their common shape
     """
     u = lambda i: jnp.asarray(i).astype(jnp.uint32)
@@ -106,7 +107,7 @@ def dense_keep(
     """`kept` at every entry, for the dense reference: bool that broadcasts to [B, N, T, S].
 
     words, rate   uint32 [2] from `key_words`, and the chance to be dropped; shape: B, N, T, S
-    broadcast     whether all batch entries and heads keep the same positions; the result is then [1, 1, T, S] or broadcasts to that
+    broadcast     whether all batch entries and heads keep the same positions
     indices       b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
     """
     given = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)

@@ -48,7 +48,9 @@ def into_batch(x: Array, mapped: bool, size: int) -> Array:
 
 
 def _for_each_entry(x: Array, mapped: bool, size: int, batch: int) -> Array:
-    """x, [V, B or 1, ...] if mapped, else [B or 1, ...], with an entry of its own for each copy and batch entry, [V * B, ...]."""
+    """x, [V, B or 1, ...] if mapped, else [B or 1, ...], with an entry of its own for each of V = `size` copies and B = `batch` batch
+    entries: [V * B, ...].
+    """
     whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
     return into_batch(jnp.broadcast_to(whole, (size, batch, *whole.shape[2:])), True, size)
 
@@ -83,7 +85,8 @@ def fold_lengths(lengths: Lengths | None, mapped: Lengths | None, size: int) -> 
 def fold_pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> dict[str, typing.Any]:
     """The operands key, value (the pools), pages and scales of a call whose keys are in pages, for the folded batch, by name.
 
-    A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there.
+    A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there; a page
+    number outside 0 .. P - 1 becomes -1. Scales become float32 [V * P, M] then.
 
     flags   which operands are mapped (Mapped.flags)
     size    V, the number of copies

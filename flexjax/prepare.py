@@ -316,7 +316,7 @@ def _block_mask(
 
 
 def _layout(mask: BlockMask) -> BlockLayout:
-    """The static shape of the block mask, for the plan."""
+    """The static shape of the block mask as a BlockLayout, for the plan, with its lists if they are known (`_known_lists`)."""
     batch, heads = mask.kv_num_blocks.shape[:2]
     widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
     return BlockLayout(

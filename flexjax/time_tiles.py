@@ -70,8 +70,8 @@ def seconds_of(trial: Trial) -> float:
 
 
 def is_better(timing: Timing, own: Timing) -> bool:
-    """Whether a candidate's measurement `timing` is below MARGIN times that of the backend's `own` choice, so that it replaces
-    it.
+    """Whether the seconds of a candidate's measurement `timing` are below MARGIN times those of the backend's `own` choice, so that the
+    candidate replaces that choice. False if either of them does not run.
     """
     return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
 
@@ -95,7 +95,8 @@ def time_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
 
 
 def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
-    """For each function the seconds of its calls, timed in alternation: in each of at most ROUNDS rounds some calls of each.
+    """For each function the seconds of its calls, timed in alternation: at most ROUNDS rounds, in each of which each function is called
+    at least once, at most CALLS[1] / ROUNDS times, and for SHORT / ROUNDS seconds.
 
     After one round, timing ends when SHORT seconds for each function are over.
     """

@@ -1,7 +1,7 @@
 """The command line of the benchmarks.
 
-`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
-peers (other implementations) on the workloads of a suite and prints a Markdown table.
+`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
+times flexjax and its peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
 import argparse
@@ -169,8 +169,8 @@ def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers:
 
 
 def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """The result of one peer on one workload and pass (`which`): {"skipped": why} if the workload skips it, else from
-    measure_apart.
+    """The result of one peer on one workload and pass (`which`): {"skipped": why} if the workload skips the peer, else what it measured in
+    a process of its own, or {"failed": why} (measure_apart).
     """
     reason = dict(problem.skip).get(peer)
     return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)

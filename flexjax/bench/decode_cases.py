@@ -149,7 +149,7 @@ class DecodeCase:
         return order[np.concatenate([np.broadcast_to(np.arange(common), (self.batch, common)), own], 1)]
 
     def number_of_pages(self) -> int:
-        """P, how many pages the pool has: those of all requests, with shared pages counted once."""
+        """P, how many pages the pool of a cache in pages has: those of all requests, with shared pages counted once."""
         return (self.batch * (self.keys - self.shared) + self.shared) // self.page
 
     def query_shape(self) -> tuple[int, ...]:

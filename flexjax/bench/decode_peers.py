@@ -177,12 +177,14 @@ def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
 
 
 def jax_nn(case: DecodeCase) -> Run:
-    """cuDNN through jax.nn.dot_product_attention: lengths, and dense masks and biases."""
+    """cuDNN through jax.nn.dot_product_attention, which takes lengths, and masks and biases as dense arrays; no pages and no soft cap."""
     return _each_copy(case, functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
 
 
 def tokamax(case: DecodeCase) -> Run:
-    """tokamax's Mosaic GPU kernel: lengths, dense masks and biases, and soft caps."""
+    """tokamax's Mosaic GPU kernel, which takes lengths, masks and biases as dense arrays, and soft caps; no pages. Raises ImportError if
+    tokamax is not installed.
+    """
     import tokamax as package
 
     given = dict(logits_soft_cap=SOFT_CAP) if case.mod == "soft cap" else {}

@@ -78,8 +78,8 @@ def measure_all(
 
 
 def _peer_result(problem: Problem, peer: str, found: dict[str, Row], folder: str) -> Row:
-    """The result of a peer on a workload for the report: what its process printed, with the errors against the
-    reference.
+    """The result of a peer on a workload for the report: what its process printed, with `errors` against the reference by name of the
+    array, and the largest of them as `error`.
 
     found    what the process printed, by name of the workload
     folder   the folder of the run, which has the samples

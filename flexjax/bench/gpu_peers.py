@@ -137,7 +137,9 @@ def adapter(peer: str) -> Callable[[Workload, str], Measured]:
 
 
 def options_of(peer: str) -> dict[str, Any]:
-    """The fields of KernelOptions in the name of a peer: {"instruction": "mma"} of "flexjax instruction=mma"."""
+    """The fields of KernelOptions in the name of a peer: {"instruction": "mma"} of "flexjax instruction=mma". "True" and "False" become
+    bools, other values stay text; {} for a name of one word.
+    """
     pairs = (word.split("=", 1) for word in peer.split()[1:])
     return {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
 

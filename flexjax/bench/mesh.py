@@ -68,7 +68,7 @@ def both_passes(attend: Attend, arrays: Sequence[jax.Array | jax.ShapeDtypeStruc
 
 
 def draw(batch: int, tokens: int, heads: int, dim: int) -> Arrays:
-    """Random query, key, value and cotangent, bfloat16 [batch, tokens, heads, dim]."""
+    """Random query, key, value and cotangent, bfloat16 [batch, tokens, heads, dim], the same in each call."""
     keys = jax.random.split(jax.random.key(0), 4)
     return tuple(jax.random.normal(key, (batch, tokens, heads, dim), jnp.bfloat16) for key in keys)
 

@@ -96,7 +96,7 @@ def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
 
 
 def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command: str, cudnn: Sequence[str]) -> str:
-    """The table of the decode suite as Markdown text; its last line has the worst ratio.
+    """The table of the decode suite as Markdown text; its last line has the worst and the median ratio of cuDNN to ours, if there is one.
 
     rows, facts, command   see the top of the file; a row has `bytes`, those of the keys and values that a call has to read
     peers                  names of the peers, in the order of the columns

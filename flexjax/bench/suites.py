@@ -88,7 +88,7 @@ class Workload:
         return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]
 
     def counts(self, which: str) -> dict[str, float]:
-        """What a report divides by the time of a pass (`which`): flops."""
+        """{"flops": n}: the floating-point operations of a pass (`which`), which a report divides by its time."""
         return dict(flops=self.flops(which))
 
     def skipped(self, peer: str) -> str | None:

@@ -286,7 +286,7 @@ def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
-    """As `_flatten`, with each array field as a pair (key that names the field, value)."""
+    """(pairs (key that names the field, value) of the array fields, static fields), in the order of ARRAY_FIELDS and STATIC_FIELDS."""
     keys = tuple((jax.tree_util.GetAttrKey(f), getattr(mask, f)) for f in ARRAY_FIELDS)
     return keys, _flatten(mask)[1]
 

@@ -43,7 +43,7 @@ def from_mask_mod(
 ) -> Parts:
     """The block mask of a mask function, after a check of all arguments: what create_block_mask returns, as Parts.
 
-    dims        batch, heads, q_len, kv_len; batch and heads as create_block_mask takes them
+    dims        batch, heads, q_len, kv_len; batch (heads) None: the mask must not read b (h), and one mask serves all
     block_size  tokens of a block, one number or (queries, keys)
     exact       whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work
     origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions

@@ -48,9 +48,10 @@ def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> l
 
 
 def lists_of_whole_arrays(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> list[Array]:
-    """The four list arrays as `traced_lists` computes them, by plain code without the partitioning rule.
+    """The four list arrays of a mask, computed on the device by plain code without the partitioning rule.
 
-    For captures that no mesh axis splits.
+    captures   the arrays that the mask program reads, followed by the tables of its origin; no mesh axis splits them
+    exact      whether blocks that the analysis cannot decide are evaluated entry by entry
     """
     return _lists(*captures, mask=mask, exact=exact)
 

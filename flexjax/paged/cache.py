@@ -133,9 +133,9 @@ def append(
                         padding
 
     `allocate` has to reserve the pages before. The tokens of a request whose pages are not all reserved are not written, and its
-    length stays. Every layer has a cache of its own and all share the table: give each layer the same old table, and keep the
-    table that any of them returns. Donate `cache`, so that it is updated in place. Raises ValueError for arguments of other types
-    or shapes.
+    length stays. A partly filled last page that other requests hold too is copied to the reserved page first (table.py). Every layer
+    has a cache of its own and all share the table: give each layer the same old table, and keep the table that any of them returns.
+    Donate `cache`, so that it is updated in place. Raises ValueError for arguments of other types or shapes.
     """
     pool, page = check_cache(cache)
     check_table(table, page)

@@ -67,7 +67,9 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
 
 
 def _list_dims(stage: int, name: str) -> typing.Any:
-    """The names of the dimensions of the array `name`, a field of BlockLists, in the lists of stage number `stage`."""
+    """The names of the dimensions of the array `name`, a field of BlockLists, in the lists of stage number `stage`, such as
+    "steps devices list_b0 list_h0 rows0 width_full_index0"; counts have no width.
+    """
     width = "" if name.endswith("num") else f" width_{name}{stage}"
     return f"steps devices list_b{stage} list_h{stage} rows{stage}{width}"
 

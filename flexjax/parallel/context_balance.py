@@ -342,6 +342,6 @@ class State:
         self.cost = float(max(self.loads.max() / search.mean, EVEN)) + self.traffic
 
     def owns_run(self, device: int, starts: np.ndarray, length: int) -> np.ndarray:
-        """bool [starts]: whether the device owns all `length` chunks from each of the starts on."""
+        """bool [n]: whether the device owns all `length` chunks from each of the chunks `starts`, int [n], on."""
         count = np.concatenate([[0], np.cumsum(self.owner == device)])
         return count[starts + length] - count[starts] == length

@@ -118,8 +118,8 @@ class OnDevice:
         return dataclasses.replace(self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks))
 
     def visited(self, received: Keys) -> Keys:
-        """The key blocks that the visitors visit: all of `received` (Exchange.receive), then those of this device's own that `tables.visitors`
-        names, as the Keys of the stage of `received`.
+        """The key blocks that the visitors visit: all of `received` (Exchange.receive), then those of this device's own that
+        `tables.visitors` names, as the Keys of the stage of `received`.
         """
         visitors, own = typing.cast(Visitors, self.tables.visitors), self.own
         slots, size = visitors.keys[self.exchange.me], self.call.block_size[1]
@@ -132,14 +132,18 @@ class OnDevice:
         return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, received.stage)
 
     def taken(self, x: typing.Any) -> typing.Any:
-        """The query blocks of x, an array over queries, that visit received keys; None for None."""
+        """The query blocks of x, an array over queries, that visit received keys (`tables.visitors`, which must be given), one after the
+        other; None for None.
+        """
         if x is None:
             return None
         slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]
         return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
 
     def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
-        """x, an array over queries, with `new` in place of the query blocks that visit received keys; None for None."""
+        """x, an array over queries, with `new` in place of the query blocks that visit received keys (`tables.visitors`, which must be
+        given); None if x is None.
+        """
         if x is None:
             return None
         slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]

@@ -118,7 +118,7 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ ring
 
     def from_previous(self, arrays: Sequence[Array]) -> list[Array]:
-        """The arrays of the device before this one. They are not packed, because copies of whole shards take memory."""
+        """The arrays of the device before this one; a collective. They are not packed, because copies of whole shards take memory."""
         return [self.shifted(x, 1) for x in arrays]
 
     def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
@@ -163,7 +163,10 @@ class Exchange(typing.NamedTuple):
         return jnp.take(packed, places, axis=1)
 
     def by_device(self, packed: Array, blocks: Array) -> Array:
-        """The inverse of `in_order`: packed blocks in the order of the sequence, device by device."""
+        """The inverse of `in_order`: packed blocks that lie in the order of the sequence, device by device.
+
+        blocks   int32 [devices, each]: the numbers of the blocks of each device
+        """
         return jnp.take(packed, blocks.reshape(-1), axis=1)
 
     def scatter_sums(self, gradients: Sequence[Array]) -> list[Array]:
@@ -184,7 +187,8 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ all_to_all
 
     def to_heads(self, x: Array, blocks: Array, size: int) -> Array:
-        """All tokens, in the order of the sequence, of this device's part of the heads, from x, all heads of this device's tokens.
+        """All tokens, in the order of the sequence, of this device's part of the heads, from x, all heads of this device's tokens. A
+        collective.
 
         x        an array over tokens in the plan's layout, or a row statistic [B, tokens, heads] ([B, heads, tokens])
         blocks   int32 [devices, each]: the numbers of each device's blocks, of `size` tokens

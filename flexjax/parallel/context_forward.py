@@ -125,7 +125,7 @@ class Forward(OnDevice):
         return Part(out, lse, others[0] if others else None)
 
     def nothing(self) -> Part:
-        """The results over no keys, to merge others with: out 0, lse and, if the plan asks for it, max_scores -inf."""
+        """The results over no keys, to merge others with, in the score dtype: out 0, lse and, if the plan asks for it, max_scores -inf."""
         plan = self.call.plan
         dtype = jnp.dtype(plan.score_dtype)
         rows = self.operands.query.shape[:3]

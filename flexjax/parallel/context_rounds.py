@@ -61,7 +61,8 @@ def received_counts(keys: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
 
 
 def rounds_of(keys: np.ndarray, key_blocks: np.ndarray, rounded: bool) -> Rounds:
-    """The rounds in which every device gets the key blocks that it needs. There is none if no device needs a block of another.
+    """The rounds in which every device gets the key blocks that it needs. Without `rounded` there is none if no device needs a block of
+    another.
 
     keys         from `needed_keys`
     key_blocks   int32 [devices, blocks of each]: the key blocks of each device
@@ -98,8 +99,8 @@ to 5, because most batches are near a half of all blocks and each power below it
 
 
 def _rounded(of_shift: dict[int, int], devices: int, each: int) -> dict[int, int]:
-    """The widths by distance, rounded up: one width for all shifts whose distance, in either direction, is at most a rounded reach; 0 for
-    the others.
+    """The widths by distance, rounded up: one width, at least 1, for all shifts whose distance, in either direction, is at most a rounded
+    reach, at least 2; 0 for the others.
 
     of_shift   the width that each shift needs
     each       key blocks of a device

@@ -43,7 +43,7 @@ class Keys(typing.NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays over keys that there are."""
+        """key, value and, if the call has it, key_extra."""
         return [x for x in self[:3] if x is not None]
 
 

@@ -77,8 +77,9 @@ def operand_dims(problem: Problem) -> list[str]:
         b  batch      t  queries      h  query heads      d  head dim            r  extra features
         m  key heads  s  keys         x  extra key heads  e  head dim of value
 
-    All other dimensions have names of their own. A dimension of a captured array is "b" or "h" if the programs index it with
-    plain b or h alone (`split_dims`).
+    All other dimensions have names of their own. Key heads are "h" where there are as many as query heads; the heads of key_extra are "h"
+    or "m" where they are as many as those. Block lists have "b" ("h") if each batch entry (query head) has lists of its own. A dimension
+    of a captured array is "b" or "h" if the programs index it with plain b or h alone (`split_dims`).
     """
     plan = problem.plan
     present = problem.arrange(range(problem.structure.num_leaves))
@@ -152,8 +153,8 @@ def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Seque
     specs   for each array the axes that split each of its dimensions
 
     The batch is split over the axes of the array whose batch is split over most devices (the first such array), and the query
-    heads likewise. If no array has its query heads split, they are split over the axes of the key heads. Axes
-    count up to the first that would make the shares unequal. The key heads, and the heads of key_extra, are split over the leading
+    heads in the same way, but over no axis of the batch. If no array has its query heads split, they are split over the axes of the
+    key heads. Axes count up to the first that would make the shares unequal. The key heads, and the heads of key_extra, are split over the leading
     axes that split them and the query heads alike. Over other axes they stay whole, because splitting their gradients would take
     another collective.
     """
