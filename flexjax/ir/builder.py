@@ -67,7 +67,11 @@ def mixed_axes(parts: Sequence[Axes]) -> Axes:
 
 
 def linear_axes(linear: Linear, by_id: Callable[[int], Axes]) -> Axes:
-    """The axes that an affine function depends on; `by_id` gives the axes of the values that its uniform terms name."""
+    """The axes that an affine function depends on, with delta in place of q and kv if their coefficients are opposite.
+
+    linear   the affine function
+    by_id    gives the axes of the values that its uniform terms name
+    """
     found = {name for name, c in (("b", linear.b), ("h", linear.h)) if c}
     for ident, _ in linear.uniform:
         found |= by_id(ident)
@@ -173,7 +177,8 @@ class Builder:
         return self._known[key]
 
     def unfolded(self, prim: str, atom: Atom) -> Atom:
-        """Appends a step that leaves its operand as it is, such as stop_gradient, and returns its result, a new value.
+        """Appends the operation `prim`, which leaves its operand as it is (stop_gradient), as a step; returns its result, a new
+        value without a linear form or range.
 
         Such a step matters to differentiation alone, so it is neither folded nor shared with an equal one.
         """
@@ -209,7 +214,7 @@ class Builder:
         return self._known[key]
 
     def load_step(self, atom: Atom) -> Load:
-        """The Load whose result is `atom`."""
+        """The Load of this program whose result is `atom`, an atom that `load` returned."""
         return next(s for s in self.steps if isinstance(s, Load) and s.out == atom)
 
     def clamped(self, index: Atom, limit: int) -> Atom:
@@ -241,7 +246,7 @@ class Builder:
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
         """Ends the program: returns it with these results, without the steps that no result needs, and with values renumbered
-        in order.
+        in order. Captured arrays stay, whether a step reads them or not.
 
         gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a custom
                     derivative rule may have a derivative by a load that the value does not read
@@ -253,9 +258,12 @@ class Builder:
     # ------------------------------------------------------------------ folding
 
     def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Atom | None:
-        """The result of an operation where it needs no new step of that name: a literal, an operand, or other operations.
+        """The result of an operation where it needs no new step of that name: a literal, an operand, or an atom that other
+        operations make, whose steps are appended. None where the operation has to become a step.
 
-        The arguments are those of `op`, with `dtype` as a name. None where the operation has to become a step.
+        prim, inputs   the operation and its operands
+        dtype          dtype name of the result
+        params         static parameters of the primitive
         """
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
@@ -304,11 +312,13 @@ class Builder:
         return self.op("mul", (choice.score, factor), dtype)
 
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
-        """The result of a sum, product or division (`prim`) of two operands by an identity such as x * 1 = x; None where none applies.
+        """The result of a sum, product, division or remainder (`prim`) of two operands by an identity such as x * 1 = x; None
+        where none applies.
 
         Float identities are used only where they keep the bits (x * 1, x / 1) or, for `simplify.regrouped`, change one
-        rounding. For integers also x + 0, x - 0, `rem`, `div` and `floormod` by a literal 0, and a remainder that the
-        ranges show to be x; `div` and `rem` of numbers that are not negative become floordiv and floormod.
+        rounding. For integers also x + 0 and x - 0; `rem` by a literal 0, which is x, `div`, which is -1 (all bits set), and
+        `floormod`, which is 0; and a floormod that the ranges show to be x. `div` and `rem` of integers that the ranges show
+        not to be negative, by positive ones, are made as floordiv and floormod.
         """
         a, b = inputs
         if prim == "mul":

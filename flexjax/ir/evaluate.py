@@ -51,8 +51,10 @@ class Tile(typing.Protocol):
         ...
 
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
-        """The values of a Call's results in order; `read` gives the value of an operand, spread to the axes of the first
-        result.
+        """The values of a Call's results in order.
+
+        call   the step
+        read   gives the value of an operand, spread to the axes of the first result
         """
         ...
 
@@ -107,7 +109,7 @@ def _starts_diagonal(op: Op) -> bool:
 
 
 def literal_array(lit: Lit) -> Array:
-    """The literal as a JAX array of shape ()."""
+    """The literal as a JAX array of shape () and of its dtype."""
     return jnp.asarray(lit.value, jnp.dtype(lit.dtype))
 
 

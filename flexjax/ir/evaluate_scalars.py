@@ -73,9 +73,9 @@ def _array_of(shape: tuple[int, ...], scalars: Sequence[Array]) -> Array:
 
 
 def as_mask_mod(program: Program, captures: Sequence[Array]) -> Callable[[Array, Array, Array, Array], Array]:
-    """Turns a program into a mask_mod: a function of the scalars (b, h, q_idx, kv_idx) that returns a bool scalar.
+    """Turns a mask program into a mask_mod: a function of the int32 scalars (b, h, q_idx, kv_idx) that returns a bool scalar.
 
-    captures   the captured arrays, in the order of `program.captures`
+    captures   the captured arrays, in the order of `program.captures`; an index outside of an array is clipped
     """
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

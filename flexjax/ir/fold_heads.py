@@ -45,10 +45,12 @@ def fold_heads(
 
 
 def head_and_query(builder: Builder, q_len: int, group: int) -> tuple[Atom, Atom]:
-    """The query head and the number of the query of a packed row, where h of the new program is a key head and q the row.
+    """Appends the steps that compute the query head and the number of the query of a packed row; returns (query head, query),
+    int32 atoms.
 
-    q_len   queries of a head
-    group   query heads of a key head
+    builder   of the new program, whose h is a key head and whose q is the row
+    q_len     queries of a head
+    group     query heads of a key head
 
     With one query the member of the group is the row itself, so `x[h]` stays a read along the rows.
     """

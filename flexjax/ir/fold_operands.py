@@ -20,9 +20,11 @@ def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `and` or `or` of two bools equals, if one operand is a literal or both are equal; None for other operands.
+    """The operand that `and` or `or` of two bools equals, if one operand is a literal or both are equal; None for other
+    operands.
 
-    prim   "and" or "or"; the caller checks it, and that the operands are bools
+    prim     "and" or "or"; the caller checks it
+    inputs   the two operands; the caller checks that they are bools
     """
     a, b = inputs
     for x, y in ((a, b), (b, a)):
@@ -33,11 +35,13 @@ def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `max` or `min` of two operands equals at every entry, by their ranges; None if that is not known of either.
+    """The operand that `max` or `min` of two operands equals at every entry; None if that is not known of either.
 
-    prim   "max" or "min"; the caller checks it
+    prim     "max" or "min"; the caller checks it
+    inputs   the two operands
 
-    If one of the ranges is unknown, only equal operands are folded.
+    Where both ranges are known, they alone decide: ranges that meet in one number at most. Where one is unknown, as for floats,
+    only equal operands are folded.
     """
     a, b = inputs
     ra, rb = range_of_val(a), range_of_val(b)

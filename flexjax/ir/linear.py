@@ -24,7 +24,7 @@ class Linear:
     uniform: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: "Linear") -> "Linear":
-        """The form of the sum of two values; uniform terms whose coefficients cancel are dropped."""
+        """The form of the sum of two values, `self` and `other`; uniform terms whose coefficients cancel are dropped."""
         terms: dict[int, int] = dict(self.uniform)
         for ident, coefficient in other.uniform:
             terms[ident] = terms.get(ident, 0) + coefficient

@@ -31,12 +31,16 @@ def literal(value: object, dtype: DTypeLike) -> Lit:
 
 
 def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
-    """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`.
+    """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`; None if
+    the operation is left to the device.
 
-    None if the operation is left to the device. Integer and boolean arithmetic is folded unless it overflows or divides
-    by 0, or has no rule. Conversions of integers and bools are folded, those that do not fit with wrap-around. Float
-    arithmetic is left to the device, which may round differently; only conversions of a float literal are folded, where
-    `_converts_alike`.
+    prim, inputs   the operation and its operands
+    dtype          dtype name of the result
+
+    Folded are operations of PYTHON_RULES: arithmetic and comparisons of integers, unless the result overflows or the divisor is
+    0, and `and`, `or`, `xor` and `not` of bools (not of the bits of integers). Conversions of integers and bools are folded,
+    those that do not fit with wrap-around. Float arithmetic is left to the device, which may round differently; only
+    conversions of a float literal are folded, where `_converts_alike`.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):

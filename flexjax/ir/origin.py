@@ -43,8 +43,7 @@ Sizes = tuple[int, int, int, int]
 """Batch, heads, q_len, kv_len."""
 
 UNKNOWN = 1 << 29
-"""Positions, batch entries and heads are below this number if the lengths of the whole problem are not known. Sums and differences of
-two fit int32."""
+"""Above all positions, batch entries and heads, if the lengths of the whole problem are not known. Sums and differences fit int32."""
 NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 
 
@@ -77,7 +76,7 @@ class OriginLayout:
     aligned: int = 1
 
     def tile_fits(self, queries: int, keys: int) -> bool:
-        """Whether no tile of that size straddles two runs."""
+        """Whether no tile of `queries` x `keys` tokens straddles two runs; one run on an axis takes every size."""
         return not (self.query_runs > 1 and self.query_run % queries) and not (
             self.key_runs > 1 and self.key_run % keys
         )
@@ -108,7 +107,7 @@ class OriginTable:
     """An origin in full generality, as `flex_attention` and `create_block_mask` use it; see `table_of_runs`.
 
     batch, head   int32 scalars; None: 0
-    starts        where the runs of queries and keys begin; None with `layout`: both at 0
+    starts        positions of the first tokens of the runs; None, as `layout` then is: queries and keys count from 0
     whole         (batch, heads, q_len, kv_len) of the whole problem, UNKNOWN where unknown; above every index of every row
     """
 
@@ -127,9 +126,8 @@ jax.tree_util.register_dataclass(OriginTable, data_fields=["batch", "head", "sta
 
 
 def sizes_of(origin: OriginTable | None, sizes: Sizes) -> Sizes:
-    """(batch, heads, q_len, kv_len) for which the mods of a call are traced: b, h, q and kv of the mods lie below these numbers.
-
-    sizes   those of the call itself, which are returned where the origin places nothing
+    """(batch, heads, q_len, kv_len) above the b, h, q and kv of the mods of a call: `sizes`, those of the call itself; along an
+    axis on which the origin gives a number, the larger of them and `origin.whole`. Mods are traced for these.
     """
     if origin is None:
         return sizes
@@ -173,13 +171,14 @@ def table_of(
     lengths: tuple[int, int],
     existing: tuple[Array | None, Array | None] = (None, None),
 ) -> OriginTable | None:
-    """The argument `origin` of a call as an OriginTable; None if it is None or 0 everywhere, and an OriginTable itself.
+    """The argument `origin` of a call as an OriginTable, itself if it is one; None if it is None or all its numbers are int 0.
 
-    batch     batch entries of the call; 1 where one block mask serves any number of them
-    lengths   (queries, keys) of the call
-    existing  how many queries and keys of each batch entry exist, int32 [batch]; None: all
+    batch      batch entries of the call; 1 where one block mask serves any number of them
+    lengths    (queries, keys) of the call
+    existing   how many queries and keys of each batch entry exist, int32 [batch]; None: all
 
-    Raises ValueError for numbers of other types or shapes, and for indices that are negative or past `whole`.
+    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for numbers of other types or shapes, and
+    for indices that are negative or past `whole`; numbers of jax arrays are not looked at.
     """
     if origin is None or isinstance(origin, OriginTable):
         return origin
@@ -218,10 +217,8 @@ def table_of(
 def _at_end(
     origin: Origin, batch: int, whole: Sizes, lengths: tuple[int, int], existing: tuple[Array | None, Array | None]
 ) -> tuple[Origin, Sizes]:
-    """(an origin with query="end" as one with numbers, a `whole` above its positions, UNKNOWN where they are not known).
-
-    The arguments are those of `table_of`.
-
+    """(an origin with query="end" as one with numbers, a `whole` above its positions, UNKNOWN where they are not known). The
+    first query lies at the first key plus max(keys - queries, 0), of those that exist. Arguments as for `table_of`.
 
     Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has rows.
     """
@@ -242,7 +239,7 @@ def _at_end(
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:
-    """`Origin.whole` as four ints, UNKNOWN where unknown. Raises ValueError for anything else."""
+    """`Origin.whole` as four ints, UNKNOWN for None. Raises ValueError unless it is None or has four of None and 1 .. UNKNOWN."""
     if given is None:
         return NOT_KNOWN
     valid = isinstance(given, tuple) and len(given) == 4
@@ -258,15 +255,14 @@ def _whole(given: object) -> tuple[int, int, int, int]:
 
 
 def _number(name: str, given: object, batch: tuple[int, ...], size: int, length: int = 1) -> Array:
-    """A field of an Origin as int32, [] or of the shape `batch`.
+    """A field of an Origin, `given`, as int32, [] or of the shape `batch`.
 
     name     of the field, for the message
     batch    (B,) where each batch entry may have a number of its own, else ()
     size     of the whole problem along the axis of the field
     length   of the arrays of the call along that axis
 
-    Raises ValueError for other types and shapes, and for a number outside of 0 .. size - length; numbers of jax arrays are not
-    checked.
+    Raises ValueError for other types and shapes, and for a number outside of 0 .. size - length, unless it is in a jax array.
     """
     array = np.asarray(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
     valid = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.integer)
@@ -290,7 +286,7 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
 
 
 def agree(a: OriginTable, b: OriginTable) -> bool:
-    """Whether two origins are equal, where traced numbers count as equal to any."""
+    """Whether two origins `a` and `b` are equal in layout, `whole` and numbers, where traced numbers count as equal to any."""
     if (a.layout, a.whole, a.batch is None, a.head is None) != (b.layout, b.whole, b.batch is None, b.head is None):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -350,7 +346,7 @@ def key_positions(layout: OriginLayout | None, starts: Starts | None, batch: Arr
 
 
 def indices_of(origin: OriginTable, sizes: Sizes) -> list[Array]:
-    """b, h, q_idx and kv_idx that the mods of a call see, int32 of 4 dims that broadcast to `sizes`: batch, heads, q_len, kv_len."""
+    """b, h, q_idx and kv_idx of a call's mods, int32 of 4 dims that broadcast to `sizes`: batch, heads, q_len, kv_len."""
     own = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
     b, h, q, kv = own
     placed = (origin.layout, origin.starts)
@@ -386,7 +382,9 @@ def shift_heads(
 
 @functools.lru_cache(maxsize=512)
 def _shifted(program: Program, axes: tuple[str, ...], batch: int, heads: int) -> Program:
-    """The program with b or h (`axes`) plus a scalar in place of b or h; the scalars follow its captures. See `shift_heads`."""
+    """The program with b or h (`axes`) plus a scalar in place of b or h; the scalars follow its captures. See `shift_heads`. A
+    scalar is clamped so that the sum stays below program.sizes. batch, heads: sizes of the call.
+    """
     whole = program.sizes
     if not axes and (batch, heads) == whole[:2]:
         return program

@@ -33,7 +33,11 @@ UNIFORM: Axes = frozenset({"b", "h"})
 
 @dataclasses.dataclass(frozen=True)
 class Lit:
-    """A literal scalar; `dtype` is a numpy dtype name ("bfloat16" included)."""
+    """A literal scalar of a program.
+
+    value   a Python bool, int, float or complex, as the dtype says
+    dtype   a numpy dtype name ("bfloat16" included)
+    """
 
     value: typing.Any  # bool, int, float or complex, as dtype says
     dtype: str
@@ -227,7 +231,7 @@ class Program:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes (batch, heads, q_len, kv_len) that b, h, q and kv are below; 1 where a range is not known."""
+        """The sizes (batch, heads, q_len, kv_len) that b, h, q and kv are below; 1 where a range is not known or the size is 0."""
         batch, heads, q_len, kv_len = ((v.high or 0) + 1 for v in self.inputs[1:])
         return batch, heads, q_len, kv_len
 
@@ -242,7 +246,11 @@ class Program:
         return tuple(s for s in self.steps if isinstance(s, Call))
 
     def reads(self, axis: str) -> bool:
-        """Whether any step or result depends on the axis, a name of AXES ("q" and "kv" also through delta)."""
+        """Whether any step or result depends on the axis, a name of AXES.
+
+        A value of q - kv depends on "q" and "kv" too, and a value that depends on the score on "b", "h", "q" and "kv". An input
+        that no step uses and that is no result does not count.
+        """
         wanted = {axis, "delta"} if axis in ("q", "kv") else {axis}
         found: set[str] = set(self.axes)
         for step in self.steps:
@@ -261,14 +269,21 @@ def axes_of(atom: Atom) -> Axes:
 
 
 def range_of_val(atom: Atom) -> tuple[int, int] | None:
-    """The range (lowest, highest), both inclusive, of an integer atom over the whole attention matrix; None where unknown."""
+    """The range (lowest, highest), both inclusive, of an integer atom over the whole attention matrix; None where unknown, and
+    for atoms that are no integers.
+    """
     if isinstance(atom, Lit):
         return (atom.value, atom.value) if isinstance(atom.value, int) and not isinstance(atom.value, bool) else None
     return None if atom.low is None or atom.high is None else (atom.low, atom.high)
 
 
 def _param_text(params: tuple[tuple[str, object], ...]) -> str:
-    """The static parameters of an Op as text, "[name=value name=value]"; "" if all of them are None."""
+    """The static parameters of an Op as text.
+
+    params   (name, value) of each parameter
+
+    Returns "[name=value name=value]" without the parameters that are None; "" if no other is left.
+    """
     kept = [f"{k}={v}" for k, v in params if v is not None]
     return "[" + " ".join(kept) + "]" if kept else ""
 
@@ -363,7 +378,8 @@ def classify_load(load: Load) -> LoadClass:
 
 
 def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
-    """The ids of all values that the results depend on, directly or through steps, the results included; the rest is dead.
+    """The ids of all values that the results depend on, directly or through steps: results of steps and inputs of the program,
+    the results themselves included. The rest is dead.
 
     steps     the steps of a program, in order
     results   the atoms to compute

@@ -45,7 +45,9 @@ def may_be(atom: Atom, value: int) -> bool:
 
 
 def quotient_may_overflow(numerator: Atom, divisor: Atom) -> bool:
-    """Whether a division may divide the least integer of its signed type by -1; the type cannot represent that quotient."""
+    """Whether the division of two integer atoms, `numerator` by `divisor`, may divide the least integer of its signed type by
+    -1; the type cannot represent that quotient. False for unsigned types.
+    """
     return may_be(divisor, -1) and may_be(numerator, int(jnp.iinfo(jnp.dtype(numerator.dtype)).min))
 
 

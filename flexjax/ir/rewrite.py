@@ -33,7 +33,8 @@ def rename_steps(
 ) -> tuple[tuple[Step, ...], tuple[Atom, ...]]:
     """Copies of steps and results in which every value has a new id.
 
-    fresh   from the old id of each value to the new one
+    steps, results   of one program
+    fresh            from the old id of each value in them, inputs of the program included, to the new one
 
     Linear forms name values too: their ids are replaced as well. A value whose linear form names an id without a new one loses
     its linear form.
@@ -79,7 +80,9 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
 
 
 def with_results(program: Program, results: Sequence[Atom]) -> Program:
-    """The program that computes `results`, atoms of `program`, without the steps that they do not need; its captures stay."""
+    """The program that computes `results`, atoms of `program`, without the steps that they do not need. Its captured arrays
+    stay; its `gradients` are empty.
+    """
     live = uses(program.steps, tuple(results))
     steps = tuple(s for s in program.steps if any(o.id in live for o in s.outs))
     return Program(program.inputs, steps, tuple(results), program.captures)

@@ -28,12 +28,15 @@ _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32
 
 
 def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | None:
-    """The programs with float32 in place of float64, and with captured arrays of float32 in place of float64.
+    """The programs with float32 in place of float64, and with captured arrays of float32 in place of float64; None where they
+    stay as they are.
 
     programs   of one score_mod, whose score is float32: its program, and its derivative program if it has one. They have the
                same captured arrays
 
-    None if nothing in them is float64, and where the file's first lines say that the programs stay as they are.
+    They stay if no step of theirs gives float64; if one gives complex128 or is a Call; if a step of the score_mod's own program
+    compares, rounds to integers or reinterprets float64 values (`_may_round`); and if a float64 literal is neither a normal
+    number of float32 nor 0, infinite or NaN (`_fits`).
     """
     dtypes = {out.dtype for p in programs for step in p.steps for out in step.outs}
     if "float64" not in dtypes or "complex128" in dtypes or any(p.calls for p in programs):
@@ -65,7 +68,7 @@ def _fits(atom: Atom) -> bool:
 
 
 def _rounded(program: Program) -> Program:
-    """The program with float32 in place of float64, step by step."""
+    """The program with float32 in place of float64, step by step, and with captured arrays of float32. It must have no Call."""
     builder = Builder(program.sizes, program.inputs[SCORE].dtype)
     for capture in program.captures:
         builder.capture(capture.shape, _narrow(capture.dtype))

@@ -54,8 +54,8 @@ class Share:
 class SharePrograms(typing.NamedTuple):
     """The programs of a share, which all have the same captured arrays.
 
-    programs   one for each original program; the captured arrays are the original ones in their order, shortened to the
-               share's elements along split dimensions, then one int32 scalar for each of `starts`
+    programs   one for each original program; the captured arrays are the original ones in their order, shortened to the share's
+               elements along split dimensions, then one int32 scalar for each of `starts`, in that order
     starts     "b", "h", both or neither: the axes whose start the programs read from an extra captured scalar
     """
 
