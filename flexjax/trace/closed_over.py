@@ -37,10 +37,8 @@ def num_consts(eqn: Equation) -> int:
 
 
 def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """Wraps `bind`, which runs an equation on its operands, so that it raises ModError in a sentence instead of
-    CustomVJPException.
-
-    jax raises that where a custom_vjp function closes over a value that is differentiated. Other errors are passed on.
+    """Wraps `bind`, which runs an equation on its operands, so that it raises ModError in a sentence where jax raises
+    CustomVJPException: where a custom_vjp function closes over a value that is differentiated. Other errors are passed on.
     """
 
     def run(*values: jax.Array) -> list[jax.Array]:
@@ -60,7 +58,9 @@ def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., li
 
 
 def _constant(array: jax.Array) -> jax.Array:
-    """The array itself, made so that differentiating by it raises ModError, because the rule has no derivative for it."""
+    """The array as a value by which there is no derivative: differentiating by it raises ModError. Only a tracer of a floating
+    or complex dtype is wrapped so; any other array is returned as it is.
+    """
     floating = jnp.issubdtype(array.dtype, jnp.inexact)
     return _no_derivative(array) if floating and isinstance(array, Tracer) else array
 
@@ -74,8 +74,8 @@ def _no_derivative(array: jax.Array) -> jax.Array:
 def _no_derivative_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
 ) -> tuple[jax.Array, jax.Array | SymbolicZero]:
-    """The derivative rule of _no_derivative: returns (array, its tangent). Raises ModError for a tangent that is not a
-    SymbolicZero, even an array of zeros.
+    """The derivative rule of _no_derivative: returns (array, its tangent), the one element of `primals` and of `tangents`.
+    Raises ModError for a tangent that is not a SymbolicZero, even an array of zeros.
     """
     if not isinstance(tangents[0], SymbolicZero):
         array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"

@@ -43,8 +43,11 @@ def stops_gradients(program: Program) -> bool:
 def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:
     """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies.
 
-    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads. The
-    captured arrays of the source keep their numbers; those of the bodies follow.
+    source   the program of a mod in which functions with a derivative rule of their own (custom functions) are Calls
+    sizes    (batch, heads, q_len, kv_len)
+
+    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads. The captured
+    arrays of the source keep their numbers; those of the bodies follow.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
@@ -64,11 +67,13 @@ def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[L
 
 
 def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the forward program: the source program with custom functions replaced by their bodies and without
-    stop_gradient.
+    """Makes the forward program: the source program with custom functions replaced by their bodies and without stop_gradient.
 
-    Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`. Without
-    custom functions and stop_gradient it is `source` itself, with no arrays.
+    source   the program of a mod in which functions with a derivative rule of their own (custom functions) are Calls
+    sizes    (batch, heads, q_len, kv_len)
+
+    Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`. Without custom
+    functions and stop_gradient it is `source` itself, with no arrays.
     """
     if not custom_calls(source) and not stops_gradients(source):
         return source, ()
@@ -79,12 +84,15 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the derivative program: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j of
-    floating arrays.
+    """Makes the derivative program of a score_mod: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j of
+    floating arrays. All results are converted to the dtype of the score.
 
-    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that
-    derivative rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole
-    floating array.
+    source   the program of the mod in which functions with a derivative rule of their own (custom functions) are Calls
+    sizes    (batch, heads, q_len, kv_len)
+
+    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that derivative
+    rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole floating or complex
+    array.
     """
     lowering, found = replay_inlined(source, sizes)
     for call in source.calls:
@@ -147,8 +155,8 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
-    """The error message for a Call that reads a whole floating array, which has no derivative here: one for loops, one
-    for all other primitives.
+    """The error message for `call`, which reads a whole floating array, which has no derivative here: one for loops, one for
+    all other primitives.
     """
     if call.name in LOOPS:
         return (
@@ -163,7 +171,9 @@ def _whole_array(call: Call) -> str:
 
 
 def is_float_capture(source: Program, argument: object) -> bool:
-    """Whether an argument of a Call is a captured array of floating or complex numbers that is passed whole."""
+    """Whether an argument of a Call of the program `source` is a captured array of floating or complex numbers that is passed
+    whole.
+    """
     return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.inexact)
 
 
@@ -173,5 +183,5 @@ def _unexpected_load(load: Load, index: list[jax.Array]) -> jax.Array:
 
 
 def _no_whole_array(capture: int) -> jax.Array:
-    """Raises ModError: evaluate_scalars asks for a whole captured array, by which there is no derivative."""
+    """Raises ModError: evaluate_scalars asks for the whole captured array of this number, by which there is no derivative."""
     raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")

@@ -53,7 +53,9 @@ def refuse_symbolic_shape(shape: tuple[int, ...]) -> None:
 
 
 def aval_of(var: object) -> Typed:
-    """The type of a jaxpr's variable, declared with the shape and dtype that jax's own declaration lacks."""
+    """The type (aval) of `var`, a variable or literal of a jaxpr, declared with the shape and dtype that jax's own declaration
+    lacks.
+    """
     return cast(Variable, var).aval
 
 

@@ -18,7 +18,9 @@ from flexjax.trace.values import MAX_ELEMENTS, Index, Value, as_object, is_atoms
 
 
 def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
-    """The atom value[index] of a known value (loaded), a lazy array or an array of atoms; `index` is within bounds."""
+    """The atom value[index] of a known value (a load, which captures the array), a lazy array or an array of atoms; `index` has
+    one int32 atom for each dimension, within bounds.
+    """
     if is_known(value):
         return self.load(value, index)
     return value.element(index) if is_lazy(value) else _pick(self, as_object(value), list(index))
@@ -205,8 +207,8 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `concatenate`: each element is selected by its index among the operands, each read at a clamped
-    index.
+    """The rule of `concatenate`: a lazy array. For each element asked for, every operand is read, at the index clamped to it,
+    and selects take the element of the operand in which the index lies.
 
     Operands of length 0 along the axis are left out.
     """
@@ -230,7 +232,9 @@ def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Va
 
 
 def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `stack`: the index along the new axis selects the operand."""
+    """The rule of `stack`: a lazy array, whose index along the new axis selects the operand. Where that index is known only in
+    the kernel, every operand is read.
+    """
     axis, aval = eqn.params["axis"], eqn.outvars[0].aval
 
     def make(index: Index) -> Atom:
@@ -252,7 +256,7 @@ def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]])
 
 
 def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `unstack`: each result is the part of the operand at one index along an axis."""
+    """The rule of `unstack`: each result, a lazy array, is the part of the operand at one index along an axis."""
     array, axis = args[0], eqn.params["axis"]
     outs = []
     for row, var in enumerate(eqn.outvars):

@@ -47,7 +47,9 @@ class View(np.ndarray):
         return self._operand[1]
 
     def __array_wrap__(self, array: np.ndarray, context: object = None, return_scalar: bool = False) -> Any:
-        """Wraps the result of a numpy function (numpy calls this): a View, or a numpy scalar where numpy returns a scalar."""
+        """Wraps the result `array` of a numpy function (numpy calls this, with a `context` that is not used): a View, or a
+        numpy scalar where numpy asks for one (`return_scalar`).
+        """
         return array[()] if return_scalar else np.asarray(array).view(View)
 
 
@@ -89,7 +91,8 @@ def as_operand(array: np.ndarray) -> jax.Array:
 
 
 def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
-    """Copies the function with a View in place of each numpy array, and an unsplit array in place of each split JAX array.
+    """Copies the function `mod` with a View in place of each numpy array that it reaches, and an unsplit array in place of each
+    split JAX array.
 
     Returns (copy, {id of unsplit array: the split array that it replaces}). The function itself is returned if it reaches no
     array.

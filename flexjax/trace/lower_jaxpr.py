@@ -339,7 +339,11 @@ class Lowering:
         return self._parts_of[id(array)][1]
 
     def capture(self, value: jax.Array) -> int:
-        """The number of a JAX array among the program's captured arrays; the same array object always has the same number."""
+        """The number of a JAX array among the program's captured arrays; the same array object always has the same number.
+
+        An array that is new is appended to the builder's captures, and to `arrays`: itself, or the array that the argument
+        `split` of the class has for it.
+        """
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
             self.arrays.append(self._split.get(id(value), value))

@@ -48,7 +48,7 @@ def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> li
 
 
 def _slice(atoms: np.ndarray, params: Params) -> np.ndarray:
-    """The slice of an array of atoms that the parameters of a `slice` equation describe."""
+    """The slice of an array of atoms that `params`, the parameters of a `slice` equation, describe."""
     strides = params["strides"] or (1,) * atoms.ndim
     places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return atoms[tuple(slice(*p) for p in places)]
@@ -111,7 +111,7 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
     """Makes the rule of a reduction of a small array along axes, such as `reduce_sum`.
 
     prim   the operation of a program that combines two elements, such as "add"
-    unit   the result of no elements, a number, from the dtype of the result
+    unit   from the dtype of the result to the number that is the result of no elements
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
@@ -243,7 +243,7 @@ def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _scan_counts(params: Params) -> tuple[int, int]:
-    """How many operands of a `scan` are constants and how many are carried, from the parameters of the equation.
+    """(how many operands of a `scan` are constants, how many are carried), from the parameters `params` of the equation.
 
     jax 0.11 has trees in the parameters where 0.10 had numbers.
     """

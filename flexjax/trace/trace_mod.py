@@ -100,7 +100,8 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
 
 
 def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `function(b, h, q_idx, kv_idx) -> number`, such as the dropout factor of a probability, to its program.
+    """Traces `function(b, h, q_idx, kv_idx) -> number`, such as the dropout factor of a probability, to its program, without a
+    derivative. The result keeps the dtype that the function gives it.
 
     name    how errors call the function
     sizes   (batch, heads, q_len, kv_len), which bound the indices
@@ -117,9 +118,10 @@ WHOLE_ARRAY_IN_RULE = (
 
 
 class Traced(typing.NamedTuple):
-    """The jaxpr of a mod on scalars, with the values of its constants, the captured arrays.
+    """The result of calling a mod on tracers.
 
-    split   the original arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
+    closed   its jaxpr on scalars, with the values of its constants, the captured arrays
+    split    the original arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
     """
 
     closed: jex_core.ClosedJaxpr

@@ -122,11 +122,18 @@ class Translation(Protocol):
     builder: Builder
 
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """Translates a jaxpr; returns the values of its results, from those of its constants and inputs."""
+        """Translates a jaxpr; returns the values of its results.
+
+        consts, args   the values of its constants and of its inputs
+        """
         ...
 
     def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
-        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results."""
+        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results.
+
+        closed   the jaxpr of the branch, with its constants
+        args     the values of its inputs
+        """
         ...
 
     def as_atoms(self, value: Value) -> np.ndarray:
@@ -134,7 +141,9 @@ class Translation(Protocol):
         ...
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
-        """The atom array[index] of a captured array, for an index in bounds."""
+        """The atom array[index] of a JAX array, which is captured if it is not yet; `index` has one int32 atom for each
+        dimension, in bounds.
+        """
         ...
 
     def capture(self, value: jax.Array) -> int:
@@ -142,13 +151,19 @@ class Translation(Protocol):
         ...
 
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
-        """Makes a lazy array from a function of the index; `too_large` is the error if a rule needs all of too many elements."""
+        """Makes a lazy array; one of at most one element is an array of atoms instead.
+
+        element     makes the atom at an index when it is asked for
+        too_large   the error if a rule needs all of too many elements
+        """
         ...
 
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Value:
-        """The array whose elements are `make` of the corresponding elements of `values`, which have its shape or one element."""
+        """The array whose elements are `make` of the corresponding elements of `values`, each of which has its shape or is a
+        scalar (shape ()); lazy if a value is lazy or a known array of several elements.
+        """
         ...
 
 
