@@ -71,6 +71,7 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], plac
     places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
     side     number of blocks along a side of a square
     sizes    (q_len, kv_len, block_q, block_kv)
+    placed   where queries and keys lie in the whole problem; no block straddles two of its runs
 
     A block past the end of the matrix is replaced by the last block.
     """
@@ -85,13 +86,19 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], plac
 def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int], placed: Placed) -> BlockGrid:
     """The grid of the blocks whose numbers (b, h, query block, key block) are given, as arrays of four dims.
 
-    sizes   (q_len, kv_len, block_q, block_kv)
+    sizes    (q_len, kv_len, block_q, block_kv); the last block ends where the matrix does
+    placed   where queries and keys lie in the whole problem; the grid has positions there
     """
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
 
     def edges(blocks: Array, size: int, length: int, of: Callable[..., Array]) -> tuple[Array, Array]:
-        """The positions of the first and the last token of each block; `of` is query_positions or key_positions."""
+        """The positions of the first and the last token of each block along one axis.
+
+        blocks         numbers of the blocks, an array of four dims
+        size, length   tokens of a block, and of the axis
+        of             query_positions or key_positions
+        """
         first = blocks * size
         start = of(*placed, b, first)
         return start, start + (jnp.minimum(first, length - size) + (size - 1) - first)

@@ -98,7 +98,7 @@ def _widened_end(end: float, share: float, beside: float) -> float:
 
 
 def _mul(a: Range, b: Range) -> Range:
-    """The range of a product; -inf..inf if an end is infinite, because 0 * inf is NaN."""
+    """The range of the product of numbers in the ranges a and b; -inf..inf if an end is infinite, because 0 * inf is NaN."""
     if not all(map(math.isfinite, (*a, *b))):
         return ANYTHING  # 0 * inf
     ends = [x * y for x in a for y in b]
@@ -106,7 +106,7 @@ def _mul(a: Range, b: Range) -> Range:
 
 
 def _div(a: Range, b: Range) -> Range:
-    """The range of a quotient; -inf..inf if the divisor may be 0."""
+    """The range of a quotient, of the range a by the range b; -inf..inf if an end of a is infinite or the divisor may be 0."""
     if b[0] <= 0 <= b[1]:
         return ANYTHING
     return _mul(a, (1 / b[1], 1 / b[0]))

@@ -217,10 +217,9 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
 
 
 def _of_ends(low: Array, high: Array, exact: Flag, dtype: str) -> Abstract:
-    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a
-    Truth.
+    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a Truth.
 
-    low, high   the extremes; for bools as 0 and 1. A float that is NaN at one end gets NaN at both
+    low, high   the extremes; for bools as bools or 0 and 1. A float that is NaN at one end gets NaN at both
     exact       whether some entry of the block reads the least and some entry the greatest value (`attained`)
     dtype       dtype name of the element; ends of narrow floats are stored as float32
 

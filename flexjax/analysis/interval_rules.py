@@ -90,7 +90,7 @@ def _makes_nan(prim: str, args: list[Abstract]) -> Array:
 
 
 def size_of(term: Interval) -> Array:
-    """The largest magnitude of the numbers of an interval in each block, float32."""
+    """The largest magnitude of the numbers of the interval `term` in each block, float32; NaN where an end is NaN."""
     return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
 
 
@@ -160,7 +160,7 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
-    """x * x: see `_power`."""
+    """x * x: from 0 in blocks where x may be 0, else between the squares of its ends. No end is attained."""
     return _power(args[0], 2)
 
 

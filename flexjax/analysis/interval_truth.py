@@ -35,17 +35,20 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
 
 
 def _lt(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x < y."""
+    """The Truth of x < y; apart: whether x and y share neither queries nor keys."""
     return _witnessed(~(x.low >= y.high), ~(x.high < y.low), x, y, apart)
 
 
 def _le(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x <= y."""
+    """The Truth of x <= y; apart: whether x and y share neither queries nor keys."""
     return _witnessed(~(x.low > y.high), ~(x.high <= y.low), x, y, apart)
 
 
 def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x == y: certainly true at some entry only in blocks where both intervals attain a common number."""
+    """The Truth of x == y: certainly true at some entry only in blocks where both intervals attain a common number.
+
+    apart   whether x and y share neither queries nor keys; where they share some, nothing is certain
+    """
     can_true = ~((x.high < y.low) | (y.high < x.low))
     can_false = ~((x.low == x.high) & (y.low == y.high) & (x.low == y.low))
     found = _witnessed(can_true, can_false, x, y, apart)

@@ -71,8 +71,8 @@ def unknown(dtype: str) -> Abstract:
 
 
 def wide_type(dtype: str) -> jnp.dtype:
-    """The dtype in which the ends of an interval of a floating type are stored: at least float32, which represents narrower
-    types exactly.
+    """The dtype in which the ends of an interval of a floating type are stored: float32 for types of less than 32 bits, which
+    it represents exactly; the type itself for others.
     """
     return jnp.dtype("float32") if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
@@ -114,7 +114,9 @@ def is_nan(value: Array) -> Array:
 
 
 def flag_and(a: Flag, b: Flag) -> Flag:
-    """Whether both facts hold; a Python bool where that is known while tracing, else a bool for each block."""
+    """Whether both facts a and b hold: a Python bool where that is known while tracing (a False decides), else a bool for each
+    block.
+    """
     if isinstance(a, bool):
         return b if a else False
     if isinstance(b, bool):
@@ -123,7 +125,9 @@ def flag_and(a: Flag, b: Flag) -> Flag:
 
 
 def flag_or(a: Flag, b: Flag) -> Flag:
-    """Whether at least one fact holds; a Python bool where that is known while tracing, else a bool for each block."""
+    """Whether fact a or fact b holds: a Python bool where that is known while tracing (a True decides), else a bool for each
+    block.
+    """
     if isinstance(a, bool):
         return True if a else b
     if isinstance(b, bool):

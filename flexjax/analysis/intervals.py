@@ -42,14 +42,15 @@ Array = jax.Array
 
 
 def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Truth:
-    """Evaluates a mask program on blocks; returns what is known of the mask in each block of the grid.
+    """Evaluates a mask program on blocks; returns what is known of the mask in each block of the grid: whether it can be true,
+    can be false, and certainly is so at some entry.
 
     program    the mask program, with one bool result
     captures   its captured arrays, in the order of `program.captures`
     grid       the blocks
 
-    A step whose operands are all points is computed by itself if it is reproducible; the results of a `Call` are
-    unknown. The program can be evaluated under jit: shapes depend on the grid alone.
+    A step whose operands are all points (one number in each block) is computed by itself if it is reproducible; the results of
+    a `Call` are unknown. The program can be evaluated under jit: shapes depend on the grid alone.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     # Points by id: arrays of four dims that broadcast to one number a block.

@@ -33,11 +33,13 @@ MASK_WIDTH = 2.0
 
 @functools.lru_cache(maxsize=512)
 def may_be_large(program: Program | None) -> bool:
-    """Whether a finite result of the score program may have magnitude LARGE or more, under the assumptions at the top
-    of the file.
+    """Whether a finite result of the score program may have magnitude LARGE or more.
 
-    program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE
-              or more gives True wherever the program has it
+    program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE or more
+              gives True wherever the program has it
+
+    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it, and slopes along positions, in
+    MODERATE_FACTOR; an element of a captured array that is added may be anything, so that a captured bias gives True.
     """
     if program is None:
         return False
@@ -89,8 +91,9 @@ def _is_large(atom: Lit) -> bool:
 
 
 def _of_step(step: Op, known: dict[int, Range]) -> Range:
-    """The range of a float32 operation's result, under the assumptions at the top of the file.
+    """The range of the result of a float32 operation, with the ranges of `_operand_range` for its operands.
 
+    step    the operation; a quotient by a divisor of assumed range has the range of the product with it
     known   ranges of earlier float32 values, by id
     """
     given = [_operand_range(step, number, known) for number in range(len(step.inputs))]
@@ -100,13 +103,13 @@ def _of_step(step: Op, known: dict[int, Range]) -> Range:
 
 
 def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
-    """The range that operand number `number` of the step has, or that the top of the file assumes it to have.
+    """The range that operand number `number` of the step has, or is assumed to have if that one is infinite.
 
     known   ranges of earlier float32 values, by id
 
-    A finite range is taken as it is. An infinite literal that is added or selected counts as 0. An operand of `mul` or
-    `div` has MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope; any other
-    keeps its infinite range.
+    A finite range is taken as it is. An infinite literal that is added or selected counts as 0. An operand of `mul` or `div`
+    has MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope: a value of b and h alone
+    whose other operand has a finite range wider than MASK_WIDTH. Any other keeps its infinite range.
     """
     atom = step.inputs[number]
     found = range_of(atom, known)
@@ -125,5 +128,5 @@ def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
 
 
 def _is_known(found: Range) -> bool:
-    """Whether both ends of a range are finite."""
+    """Whether both ends of the range `found` are finite."""
     return all(map(math.isfinite, found))
