@@ -45,8 +45,12 @@ LANES = 128
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
-    """The plan with all heads joined into one; None if the plan is not joined, for the reasons at the top of this file, or because its
-    key heads are not in HEADS or its rows more than MOST_ROWS (both for contiguous keys only).
+    """The plan with all heads joined into one: one query head of T * N rows and one key head of S * M columns, with programs,
+    blocks, options and pages counted in rows and columns.
+
+    None if the plan is not joined, for the reasons at the top of this file, or because its key heads are not in HEADS or its
+    rows more than MOST_ROWS (both for contiguous keys only). With several key heads the mask also hides the columns of other
+    heads, and no block is full.
     """
     heads, origin, options = plan.kv_heads, plan.origin, plan.options
     rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
@@ -157,6 +161,8 @@ def split_results(plan: KernelPlan, results: Results) -> Results:
 def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | None:
     """The block lists of the joined plan; None where it has none (`_kept_blocks`).
 
+    plan, lists   before the heads are joined
+
     With several key heads no joined block is full, so the full blocks of each list join the partial ones, ascending.
     """
     if lists is None or _kept_blocks(plan) is None:
@@ -182,8 +188,11 @@ def _own_head(plan: KernelPlan) -> Program:
 
 
 def _reads(builder: Builder, q_heads: int, kv_heads: int) -> Atom:
-    """Appends steps to the builder of a joined program that say whether the query head of the row (input q) reads the key head of the
-    column (input kv); returns their bool result.
+    """Appends steps that say whether the query head of the row (input q) reads the key head of the column (input kv); returns
+    their bool result.
+
+    builder             of a joined program
+    q_heads, kv_heads   query heads and key heads before they are joined
     """
     number = lambda n: literal(n, "int32")
     head = builder.op("floormod", (builder.inputs[Q], number(q_heads)), "int32")

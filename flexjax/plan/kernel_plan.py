@@ -161,7 +161,9 @@ class KernelPlan:
         return max(queries, blocks[0]), max(keys, blocks[1])
 
     def for_any_lists(self) -> "KernelPlan":
-        """The plan without known lists that may differ in the next call (`KnownLists.fixed`); itself if it has none of these."""
+        """The plan without known lists that may differ in the next call, which `KnownLists.fixed` says; the plan itself if it
+        has none of these.
+        """
         if self.blocks is None or self.blocks.known is None or self.blocks.known.fixed:
             return self
         return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, known=None))
@@ -181,8 +183,9 @@ class KernelPlan:
 class BlockLists(typing.NamedTuple):
     """The partial and the full key blocks of each query block: int32 arrays, None where the BlockLayout says width 0.
 
-    *_num    [batch, heads, q_blocks]: how many key blocks the list of each query block has
-    *_index  [batch, heads, q_blocks, width]: their block numbers, ascending; entries past num are arbitrary valid numbers
+    partial_num, full_num       [batch, heads, q_blocks]: how many key blocks the list of each query block has
+    partial_index, full_index   [batch, heads, q_blocks, width]: their block numbers, ascending; entries past the number are
+                                arbitrary valid block numbers
 
     batch, heads and width are those of the BlockLayout.
     """
@@ -194,8 +197,8 @@ class BlockLists(typing.NamedTuple):
 
 
 class Lengths(typing.NamedTuple):
-    """How many queries and keys of each batch entry exist: int32 [B], in 0 .. T and 0 .. S. They count from 0 in the arrays of the
-    call, whatever its origin is. None: all exist.
+    """How many queries (`query`) and keys (`key`) of each batch entry exist: int32 [B], in 0 .. T and 0 .. S. They count from 0
+    in the arrays of the call, whatever its origin is. None: all exist.
     """
 
     query: jax.Array | None
@@ -215,16 +218,21 @@ fields of Operands; from FIRST_CAPTURE on come the arrays that score_mod capture
 
 
 class Operands(typing.NamedTuple):
-    """Arrays of one call, in the plan's layout.
+    """Arrays of one call, in the plan's layout. One that the call does not have is None, or an empty tuple.
 
-    query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, the
-    positions at which runs of queries and keys begin, and the lengths. An operand that the call does not have is None, or an
-    empty tuple. Where heads are joined (join_heads.py), sinks are those of rows, [1, T].
+    query, key, value                 [B,T,N,D], [B,S,M,D] and [B,S,M,E] (or BNTH)
+    query_extra, key_extra            extra features, [B,T,N,R] and [B,S,extra_heads,R]
+    sinks                             [N] of a floating dtype; where heads are joined (join_heads.py) those of rows, [1, T]
+    score_, mask_, dropout_captures   the captured arrays of the three programs, in the order of `Program.captures`
+    lists                             the block lists; None without a block mask
+    origin                            the positions at which runs of queries and keys begin
+    lengths                           how many queries and keys exist
+    pages, scales                     of keys and values in pages
 
-    With plan.page keys and values are in pages: key [P, page, M, D], value [P, page, M, E] for either layout, pages int32 [B, n] with
-    S = n * page. Key s of batch entry b is key[pages[b, s // page], s % page]; a number outside 0 .. P - 1 is a page of zeros,
-    and past the key length it is not looked at. With plan.cache_dtype both are multiplied by scales, float32 [M] or [P, M].
+    With plan.page keys and values are in pages: key [P, page, M, D], value [P, page, M, E] for either layout, pages int32
+    [B, n] with S = n * page. Key s of batch entry b is `key[pages[b, s // page], s % page]`; a number outside 0 .. P - 1 is a
+    page of zeros, and past the key length it is not looked at. With plan.cache_dtype both are multiplied by scales, float32 [M]
+    or [P, M].
     """
 
     query: jax.Array

@@ -41,7 +41,11 @@ def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
 
 
 def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float = 0.0) -> Array:
-    """x in the plan's layout with `other` in the slots of tokens that do not exist; x itself if `lengths` is None."""
+    """x in the plan's layout with `other` in the slots of tokens that do not exist; x itself if `lengths` is None.
+
+    x         [B, tokens, heads, ..] or [B, heads, tokens, ..]
+    lengths   int32 [B], of queries or keys: how many tokens of each batch entry exist
+    """
     return x if lengths is None else jnp.where(exists(lengths, plan, x), x, jnp.asarray(other, x.dtype))
 
 

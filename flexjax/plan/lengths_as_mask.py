@@ -94,8 +94,8 @@ def as_mask(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -
 
 
 def zeroed(plan: KernelPlan, operands: Operands) -> Operands:
-    """The operands with 0 in place of the queries, keys, values and extra features that do not exist; called before `as_mask`, which
-    removes the lengths. Operands without lengths are returned as they are.
+    """The operands with 0 in place of the queries, keys, values and extra features that do not exist; called before `as_mask`,
+    which removes the lengths. Operands without lengths are returned as they are. Keys and values must not be in pages.
     """
     queries, keys = operands.lengths or NONE
     maybe = lambda x, ends: None if x is None else where_exists(x, ends, plan)
@@ -145,10 +145,12 @@ def _sizes(plan: KernelPlan) -> Sizes:
 def _program(
     program: Program | None, sizes: Sizes, batch: int, lengths: tuple[bool, bool]
 ) -> tuple[Program, tuple[int, ...]]:
-    """The mask program with the ends of the lengths, and which arrays it captures.
+    """The mask program that also hides what lies past the lengths, and which arrays it captures. Cached.
 
     program   the plan's mask program; None: every entry is visible
-    lengths   which lengths there are
+    sizes     (batch, heads, q_len, kv_len) for which it is traced
+    batch     batch entries, the length of the arrays of ends
+    lengths   whether there are lengths of (queries, keys)
 
     The arrays are indices into (*captured arrays of `program`, *ends of the lengths that there are).
     """

@@ -35,8 +35,9 @@ Array = jax.Array
 def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
     """The plan with mask blocks of block_q queries x block_kv keys; `plan` itself if its blocks have that size or it has none.
 
-    The new list widths are upper bounds. For a mask made from user lists, the mask program becomes the one that looks up the
-    class of the old block; it has the array of these classes as another capture (see `with_blocks`).
+    The new list widths are upper bounds, and the new layout has no known lists. For a mask made from user lists, the mask
+    program becomes the one that looks up the class of the old block; it has the array of these classes as another capture (see
+    `with_blocks`), and the new lists no longer count as the user's.
     """
     blocks = plan.blocks
     if blocks is None or (blocks.block_q, blocks.block_kv) == (block_q, block_kv):
@@ -78,6 +79,8 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
 
 def classes_of_lists(mask: Parts, block_q: int, block_kv: int) -> Array:
     """The classes of a block mask's lists in blocks of block_q x block_kv tokens: int8 [batch, heads, q blocks, kv blocks].
+
+    mask   the arrays and sizes of the block mask, whose own blocks may be of another size
 
     A full block that reaches past an end of the matrix counts as partial.
     """

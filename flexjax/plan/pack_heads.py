@@ -31,9 +31,11 @@ MOST_ROWS = 64
 
 
 def packed_plan(plan: KernelPlan) -> KernelPlan | None:
-    """The plan with the query heads of each group packed into rows; None for a plan that is not packed: one query head for
-    each key head, more than MOST_ROWS rows, sinks, extra features, several runs of queries, or block lists that are the
-    user's, differ by head, or have several query blocks.
+    """The plan with the query heads of each group packed into rows: M query heads of T * G rows each, with programs, mask
+    blocks and options counted in rows.
+
+    None for a plan that is not packed: one query head for each key head, no queries, more than MOST_ROWS rows, sinks, extra
+    features, several runs of queries, or block lists that are the user's, differ by head, or have several query blocks.
     """
     group, origin, blocks = plan.group, plan.origin, plan.blocks
     if group == 1 or not 0 < plan.q_len * group <= MOST_ROWS or plan.has_sinks or plan.extra_dim:
@@ -65,7 +67,15 @@ def packed_plan(plan: KernelPlan) -> KernelPlan | None:
 
 
 def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
-    """The operands of `plan` for its packed plan."""
+    """The operands of `packed_plan(plan)`, which must not be None, from the operands of `plan`.
+
+    query             packed into rows (`pack_rows`), in the layout of the plan
+    captured arrays   of each program that reads q, followed by the origin's table of queries, if there is an origin
+    origin            with 0 for the queries, because the programs read that table instead
+    lengths           those of queries in rows: multiplied by the group
+
+    All others stay as they are.
+    """
     group, origin, lengths = plan.group, operands.origin, operands.lengths
     starts: tuple[Array, ...] = ()
     if origin is not None:
@@ -89,13 +99,17 @@ def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def unpack_results(plan: KernelPlan, results: Results) -> Results:
-    """The results of `plan` from those of its packed plan."""
+    """The results of `plan` from those of its packed plan: out [B, T * G, M, E] becomes [B, T, N, E], and so on, in the plan's
+    layout.
+    """
     return jax.tree.map(lambda x: unpack_rows(x, plan, plan.layout), results)
 
 
 def pack_rows(x: Array, plan: KernelPlan, layout: str) -> Array:
     """An array with an entry for each query and query head as packed rows: [B, T, N, ...] or [B, N, T, ...] in the plan's
     layout, as [B, T * G, M, ...] (`layout` "BTNH") or [B, M, T * G, ...] ("BNTH"). It is one transposition.
+
+    plan   the plan before it is packed
     """
     sizes = {"t": plan.q_len, "m": plan.kv_heads, "g": plan.group}
     given = "tmg" if plan.layout == "BTNH" else "mgt"
@@ -106,7 +120,11 @@ def pack_rows(x: Array, plan: KernelPlan, layout: str) -> Array:
 
 
 def unpack_rows(x: Array, plan: KernelPlan, layout: str) -> Array:
-    """The inverse of `pack_rows`, for an array of packed rows in `layout`."""
+    """The inverse of `pack_rows`: an array of packed rows, [B, T * G, M, ...] (`layout` "BTNH") or [B, M, T * G, ...] ("BNTH"),
+    as [B, T, N, ...] or [B, N, T, ...] in the plan's layout.
+
+    plan   the plan before it is packed
+    """
     sizes = {"t": plan.q_len, "m": plan.kv_heads, "g": plan.group}
     given = "tgm" if layout == "BTNH" else "mtg"
     heads_last = plan.layout == "BTNH"

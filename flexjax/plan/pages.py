@@ -39,7 +39,7 @@ def contiguous(
         return plan, operands
 
     def gathered(pool: Array, scale: Array | None) -> Array:
-        """The tokens of one pool in the plan's layout."""
+        """The tokens of one pool in the plan's layout; `scale` multiplies those of a quantised pool, None for others."""
         found = tokens_of_pages(pool, scale, pages, plan.score_dtype)
         if scale is not None and quantised_as is not None:
             found = found.astype(quantised_as)

@@ -35,7 +35,9 @@ def precision_name(given: object, dtype: str) -> str:
 
 
 def _name(given: object) -> str | None:
-    """The name of a precision in a plan, "default" for None; None for what is no precision."""
+    """The name in a plan of the precision `given`, "default" for None; None for what is no precision, and for a pair of two
+    that differ.
+    """
     if given is None:
         return DEFAULT
     if isinstance(given, tuple | list):

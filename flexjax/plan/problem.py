@@ -20,14 +20,15 @@ Array = jax.Array
 class Problem:
     """The static parameter that the primitives of autodiff.py carry.
 
-    derivative      score_mod's derivative program (score, d score / d raw score, d score / d each load); None where there is no
-                    score_mod or no derivative of it
-    why_not         why score_mod has no derivative: the message of an error; "" where it has one or there is no score_mod
-    implementation  names of backends in the order in which they are asked once the platform is known; None: the default order
-    structure       jax tree structure of the Operands; it has a leaf for each array of the call
-    call            the user's call in a line, for errors and warnings; two problems that differ in it alone are equal
-    settings        enters the settings of jax under which the call is lowered, where another thread lowers a device's
-                    share of it (parallel/auto_axes.py); not compared either
+    plan             of the call
+    derivative       score_mod's derivative program (score, d score / d raw score, d score / d each load); None where there is
+                     no score_mod or no derivative of it
+    why_not          why score_mod has no derivative: the message of an error; "" where it has one or there is no score_mod
+    implementation   names of backends in the order in which they are asked once the platform is known; None: the default order
+    structure        jax tree structure of the Operands; it has a leaf for each array of the call
+    call             the user's call in a line, for errors and warnings; two problems that differ in it alone are equal
+    settings         enters the settings of jax under which the call is lowered, where another thread lowers a device's share of
+                     it (parallel/auto_axes.py); not compared either
     """
 
     plan: KernelPlan

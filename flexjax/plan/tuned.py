@@ -128,7 +128,7 @@ class _Wrong(Exception):
 
 
 def _checked(found: object) -> Entries:
-    """The entries of a parsed JSON file, after a check of its form. Raises _Wrong for any other form."""
+    """The entries of the parsed JSON file `found`, after a check of its form. Raises _Wrong for any other form."""
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("entries"), dict):
         raise _Wrong(f'expected {{"format": {FORMAT}, "entries": {{...}}}}')
     for key, entry in found["entries"].items():
@@ -158,10 +158,10 @@ def _check_pass(key: str, name: str, made: typing.Any) -> None:
 
 
 def joined(first: Entries, second: Entries) -> Entries:
-    """The entries of both dicts; neither is changed.
+    """The entries of `first` and `second`, as a new dict.
 
-    Where both have an entry of one digest, each pass comes from the finished search, then the newer, then the faster
-    (`_rank`); every other field comes from `second`.
+    Where both have an entry of one digest, each pass comes from the finished search, then the newer, then the faster (`_rank`),
+    and from `first` if these are equal; every other field comes from `second`.
     """
     out = {key: dict(entry) for key, entry in first.items()}
     for key, entry in second.items():
@@ -173,7 +173,9 @@ def joined(first: Entries, second: Entries) -> Entries:
 
 
 def _rank(made: dict[str, typing.Any]) -> tuple[bool, str, float]:
-    """The order of two measurements of one pass; the greater wins. A finished search, then the later time, then fewer seconds."""
+    """The order of two measurements `made` of one pass; the greater wins. A finished search, then the later time, then fewer
+    seconds.
+    """
     return bool(made.get("finished", True)), made["measured"], -made["seconds"]
 
 
@@ -288,11 +290,13 @@ class Found(typing.NamedTuple):
 
 
 def find(plan: KernelPlan, backend: str, device: str | None) -> Found:
-    """Measured tiles for the passes of which the plan's options set no tile; cached for each plan.
+    """Measured tiles of the kernels of `backend` for the passes of which the plan's options set no tile; cached for each plan.
 
-    device      the device kind, None where it is not known
+    backend   its name
+    device    the device kind, None where it is not known, for which nothing is found
 
-    The user's file is asked first, then the tables of the package. A kernel in the simulator has no measured tiles.
+    The user's file is asked first, then the tables of the package, for each pass by itself. A kernel in the simulator has no
+    measured tiles.
     """
     if plan.options.interpret or device is None:
         return Found({}, "", "")
@@ -310,10 +314,11 @@ def state() -> tuple[pathlib.Path | None, int]:
 def _find(plan: KernelPlan, backend: str, device: str, path: pathlib.Path | None, reads: int) -> Found:
     """What `find` returns for a device of known kind, cached by the arguments.
 
-    path, reads   the `state()` of the user's file; the cache looks again when it changes
+    backend, device   name of the backend, and device kind
+    path, reads       the `state()` of the user's file; the cache looks again when it changes
 
-    The user's file comes before the package's tables. A pass is looked up only if the plan's options leave all of its
-    tile open.
+    The user's file comes before the package's tables. A pass is looked up only if the plan's options leave all of its tile
+    open.
     """
     places = (
         ("user", _of_user(path, reads), versions()),
