@@ -27,11 +27,12 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, W
 class BackwardInputs(typing.NamedTuple):
     """What a backward pass gets beside the plan.
 
-    results       of the forward pass; max_scores may be None
-    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
-    wanted        which operands get a gradient
-    derivative    program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured
-                  array); None where score_mod is the identity
+    operands       of the call
+    results        of the forward pass; max_scores may be None
+    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None for zero
+    wanted         which operands get a gradient
+    derivative     program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured array);
+                   None where score_mod is the identity
     """
 
     operands: Operands
@@ -74,11 +75,16 @@ class Backend(typing.Protocol):
         ...
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """Computes the forward pass: out, lse and, if the plan asks for it, max_scores, as Results documents them."""
+        """Computes the forward pass: out, lse and, if the plan asks for them, max_scores and rounding, as Results documents
+        them. The plan is one that `refuses` accepts.
+        """
         ...
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others."""
+        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others.
+
+        given   the operands, results and cotangents
+        """
         ...
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

@@ -39,7 +39,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice(jax.sharding.AbstractDevice):
-    """A GPU that is not there, with the compute capability that Mosaic compiles for."""
+    """A GPU that is not there, with the compute capability that Mosaic compiles for, such as "9.0"."""
 
     compute_capability: str
 
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The device in error messages."""
+        """The device in error messages: its kind, or "an unknown device of the platform ..." where that is not known."""
         return self.kind or f"an unknown device of the platform {self.platform}"
 
 
@@ -156,7 +156,9 @@ def _is_of(device: Device, platform: str) -> bool:
 
 
 def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
-    """The devices that meshes name: those of the first three rows of the table at the top of this file, in that order."""
+    """The devices that meshes name, as far as there are such meshes, in this order: the mesh of the trace, the mesh of a
+    shard_map (`ctx.module_context`), and the meshes of the operands' avals (`ctx.avals_in`). They may be of any platform.
+    """
     around = ctx.module_context.axis_context
     meshes: list[object] = [jax.sharding.get_abstract_mesh()]
     meshes += [getattr(around, "mesh", None), getattr(around, "abstract_mesh", None)]
@@ -170,7 +172,7 @@ def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
 
 
 def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[Device]:
-    """Devices of the platform, in this order: those that the module is assigned to, those of its client, those of this
+    """Devices of the platform, in this order: those that the module of `ctx` is assigned to, those of its client, those of this
     process. A device may come twice.
     """
     module = ctx.module_context

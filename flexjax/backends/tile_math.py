@@ -27,7 +27,9 @@ LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 def finite_or_zero(maximum: Array) -> Array:
-    """The row maximum, with 0 in place of -inf (no visible entry yet), so that subtracting it from -inf gives no NaN."""
+    """The row maximum (or lse), with 0 in place of -inf (no visible entry yet), so that subtracting it from -inf gives no NaN.
+    Other numbers, NaN and +inf stay.
+    """
     return jnp.where(jnp.isneginf(maximum), jnp.zeros_like(maximum), maximum)
 
 
@@ -60,7 +62,9 @@ distance = jax.custom_jvp(exact_distance)
 
 @distance.defjvp
 def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The jvp rule of `distance`: its value, and the tangent of scores minus that of the reference."""
+    """The jvp rule of `distance`: its value, and the tangent of scores minus that of the reference; `primals` and `tangents`
+    are (scores, reference).
+    """
     return distance(*primals), tangents[0] - tangents[1]
 
 
@@ -98,12 +102,11 @@ def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]
 
 
 def power_below(power: Array, whole: Array) -> Array:
-    """power - whole, clipped to -1 .. 0, where `whole` is `power` rounded up to an integer; 0 where `power` is infinite.
+    """power - whole, clipped to -1 .. 0, where `whole` is `power` rounded up to an integer; 0 where `power` is infinite or NaN.
 
-    The difference is clipped because a compiler may fuse a product in `power` with the subtraction. Beside a score of
-    -1e10 the difference would then be what rounding took from that product, up to 512, and 2 to that power infinite.
-    The clipped difference is as good, because any integer will do as the reference of weights that both passes round
-    alike.
+    The difference is clipped because a compiler may fuse a product in `power` with the subtraction. Beside a score of -1e10 the
+    difference would then be what rounding took from that product, up to 512, and 2 to that power infinite. The clipped
+    difference is as good, because any integer will do as the reference of weights that both passes round alike.
     """
     return jnp.where(jnp.abs(power) < jnp.inf, jnp.clip(power - whole, -1.0, 0.0), 0.0)
 
@@ -125,9 +128,12 @@ def online_step(
 ) -> tuple[Array, Array, Array, Array]:
     """One step of the online softmax: (new maximum, new total, factor for the earlier sums, exp(score - new maximum)).
 
-    maximum, total   [..., 1]: row maximum and row sum before this tile
+    maximum, total   [..., 1]: row maximum and row sum before this tile; -inf and 0 before the first
     scores           [..., keys], -inf where masked
     whole_powers     the maximum becomes a multiple of ln 2 (`whole_power`)
+
+    The factor is exp(maximum - new maximum); the caller multiplies what it has accumulated by it. In a row without a visible
+    entry the new maximum stays -inf, and the factor and the exponentials are 0.
     """
     largest = scores.max(-1, keepdims=True)
     new = jnp.maximum(maximum, whole_power(largest) if whole_powers else largest)

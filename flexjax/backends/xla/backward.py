@@ -68,11 +68,14 @@ class QuerySums(typing.NamedTuple):
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
+    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted. Of a partial plan,
+    those of query, key, value and extra features are in the dtype of scores.
 
-    Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the
-    sinks (`_empty_gradients`). A query that sees no key has gradient 0 and adds nothing to the gradients of other
-    operands; one that does not exist (lengths) neither.
+    given   operands, results, cotangents, what is wanted and the derivative program
+
+    Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the sinks
+    (`_empty_gradients`). A query that sees no key has gradient 0 and adds nothing to the gradients of other operands; one that
+    does not exist (lengths) neither.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     lengths = operands.lengths or NONE
@@ -221,9 +224,11 @@ def _add_columns(
 ) -> Array:
     """`total` with weights^T rows, the part of a gradient of keys or values from one visit, added at the visit's key blocks.
 
-    total     [B, key heads, padded_kv, D]
-    weights   of the visit: probabilities, or cotangents of the raw scores; [batch, heads, block_q, keys]
-    rows      of the tile row: d_out or the queries, [batch, heads, block_q, D]
+    tiled        the operands of the pass
+    total        [B, key heads, padded_kv, D]
+    row, visit   the tile row, and its key blocks
+    weights      of the visit: probabilities, or cotangents of the raw scores; [batch, heads, block_q, keys]
+    rows         of the tile row: d_out or the queries, [batch, heads, block_q, D]
     """
     m0, nm = tiled.key_group(total.shape[1], row)
     product = tiled.weights_transposed_times(weights, rows, nm)
@@ -233,10 +238,11 @@ def _add_columns(
 
 
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
-    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta. A
-    query whose lse is -inf adds nothing.
+    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta. A query
+    whose lse is -inf adds nothing.
 
-    delta   sum(d_out * out) - dlse, [B, N, T]; lse [B, N, T]
+    tiled, operands   the operands laid out for tiles, and those of the call; both have sinks
+    delta             sum(d_out * out) - dlse, [B, N, T]; lse [B, N, T]
     """
     assert tiled.sinks is not None
     assert operands.sinks is not None

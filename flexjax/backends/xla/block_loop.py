@@ -32,20 +32,20 @@ Carry = typing.TypeVar("Carry")
 class TileRow(typing.NamedTuple):
     """Which query block, batch entries and query heads one tile row computes, and the key blocks of its lists.
 
-    b0, h0     int32 scalars: index of the first batch entry and of the first query head
-    q_block    int32 scalar: number of the query block
-    *_num      int32 scalar: how many key blocks the query block's full (partial) list has
-    *_index    int32 [width]: the numbers of these key blocks, ascending
+    b0, h0                      int32 scalars: index of the first batch entry and of the first query head
+    q_block                     int32 scalar: number of the query block
+    full_num, partial_num       int32 scalars: how many key blocks the query block's full and partial list have
+    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending
 
-    The four are None where there is no such list, and all of them where every block is visited.
+    The last four are None where there is no such list, and all of them where every block is visited.
 
-    With key lengths, the numbers count only blocks with a key that exists in some batch entry of the tile row, and
+    With key lengths, the numbers of the lists count only blocks with a key that exists in some batch entry of the tile row, and
 
-    blocks     int32 scalar: how many key blocks have such a key; None without lengths
-    uncut      int32 scalar: how many key blocks lie before the shortest length of the batch entries; None without key lengths
-    uncut_full int32 scalar: how many blocks of the full list do; None without key lengths or that list
+    blocks       int32 scalar: how many key blocks have such a key; None without lengths
+    uncut        int32 scalar: how many key blocks lie before the shortest length of the batch entries; None without key lengths
+    uncut_full   int32 scalar: how many blocks of the full list do; None without key lengths or that list
 
-    With query lengths, all but the last two are 0 where the tile row has no query that exists.
+    With query lengths, `blocks` and the numbers of the lists are 0 where the tile row has no query that exists.
     """
 
     b0: Array
@@ -84,6 +84,9 @@ def row_at(
 def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
     """The tile row with `blocks`, `uncut`, `uncut_full` and the numbers of its lists set for the lengths of its batch entries
     (`TileRow`); the tile row itself without lengths.
+
+    sizes     of the tiles
+    lengths   those of the operands, int32 [B]
     """
     of_row = lambda x: lax.dynamic_slice(x, (row.b0,), (sizes.batch,))
     if lengths.key is None and lengths.query is None:
@@ -131,6 +134,7 @@ class BlockVisit(typing.NamedTuple):
 def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
     """The rectangles of the attention matrix where the queries of a tile row meet key blocks.
 
+    sizes    of the tiles
     blocks   int32 [n]: numbers of the key blocks
     placed   where queries and keys lie in the whole problem; by default the region counts rows of the call
     """
@@ -149,12 +153,15 @@ def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NO
 def walk(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for one visit after the other; returns the
-    last carry.
+    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for one visit after the other; returns the last
+    carry.
 
-    Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the
-    row's lists are, `chunk` at a time (see the top of this file); the last visit may have fewer that are valid. A row
-    with empty lists has no visit. With key lengths, blocks that they cut come last.
+    sizes   of the tiles
+    row     the tile row, with its lists
+
+    Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the row's lists
+    are, `chunk` at a time: those of the full list first, unmasked, then the rest of it with the partial list, masked; the last
+    visit may have fewer that are valid. A row with empty lists has no visit. With key lengths, blocks that they cut come last.
     """
     if plan.blocks is None:
         return _walk_all(plan, sizes, row, body, carry)
@@ -195,7 +202,11 @@ def walk(
 def _walk_all(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """`walk` without a block mask: over every key block, or over those with a key that exists."""
+    """`walk` without a block mask: over every key block, or over those with a key that exists, in ascending order.
+
+    With key lengths, the blocks that lie before the shortest length of the batch entries come first, with `cut` False, and the
+    others have `cut` True; if the call has one key block, that has `cut` True. Without key lengths `cut` is False.
+    """
     visit = lambda t, cut: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None, cut)
     most, blocks, uncut = sizes.columns, row.blocks, row.uncut
     count = most if blocks is None else blocks
@@ -227,7 +238,7 @@ def _loop(
         return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
     def round_(state: Carry, t: Array) -> tuple[Carry, None]:
-        """Round t of a scan: the body if t < count, else nothing."""
+        """Round t of a scan: `body` of the carry `state` if t < count, else the carry as it is; no output."""
         return lax.cond(t < count, lambda s: body(t, s), lambda s: s, state), None
 
     return lax.scan(round_, carry, jnp.arange(most, dtype=jnp.int32))[0]

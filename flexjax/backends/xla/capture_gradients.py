@@ -54,6 +54,7 @@ class LoadSlot:
     """One load whose captured array needs a gradient or has a tangent.
 
     partial   place of the derivative of the score with respect to the load in VisitScores.partials
+    load      the step of the derivative program
     kind      SCALAR, ROW, COLUMN, DIAGONAL or TILE, which decides the shape of its buffer
     axes      the axes (b, h, q, kv, delta) on which its index depends
     slices    how to read it as slices; None: it gathers, or is not of kind TILE
@@ -145,9 +146,11 @@ class CaptureGradients:
     def add(
         self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangent: Array
     ) -> list[Array]:
-        """The buffers with the gradients from the tile of one visit added.
+        """The buffers, one for each slot, with the gradients from the tile of one visit added.
 
-        cotangent   of the score after score_mod, [batch, heads, block_q, keys]; what it has at hidden entries is not counted
+        row, visit   the tile row, and its key blocks
+        scores       of the visit, by a derivative program
+        cotangent    of the score after score_mod, [batch, heads, block_q, keys]; what it has at hidden entries is not counted
         """
         out = []
         for slot, buffer in zip(self.slots, buffers, strict=True):
@@ -158,14 +161,15 @@ class CaptureGradients:
     def _add(
         self, slot: LoadSlot, buffer: Array, row: TileRow, visit: BlockVisit, scores: VisitScores, tile: Array
     ) -> Array:
-        """The `buffer` of one load with the cotangents of a visit, summed as the load's kind says, added at the visit's
-        place.
+        """The `buffer` of one load with the cotangents of a visit, summed as the load's kind says, added at the visit's place.
 
-        tile   [batch, heads, block_q, keys]: the cotangent of what the load reads at each entry, 0 at hidden entries
+        row, visit   the tile row, and its key blocks
+        scores       of the visit, which keep the index values of the load
+        tile         [batch, heads, block_q, keys]: the cotangent of what the load reads at each entry, 0 at hidden entries
 
-        Cotangents are summed over batch entries and heads on which the index does not depend (`_axes`). A load of kind
-        TILE is added by slices where it has `slices`; otherwise it, and a diagonal under an origin of several runs, is
-        scattered at the index values, and positions past the ends of the array are dropped.
+        Cotangents are summed over batch entries and heads on which the index does not depend (`_axes`). A load of kind TILE is
+        added by slices where it has `slices`; otherwise it, and a diagonal under an origin of several runs, is scattered at the
+        index values, and positions past the ends of the array are dropped.
         """
         axes = self._axes(slot)
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in axes)
@@ -287,7 +291,9 @@ class Everywhere(Region):
         return cls(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len, placed)
 
     def index(self, axis: int) -> Array:
-        """int32 of 4 dims: positions along b, h, q or kv; those of q and kv for each batch entry where they differ."""
+        """The positions along `axis` (B, H, Q or KV of ir/program.py), int32 of 4 dims; those of q and kv for each batch entry
+        where they differ.
+        """
         rows = super().index(axis)
         of = {Q: query_positions, KV: key_positions}.get(axis)
         return rows if of is None else of(*self.placed, super().index(B), rows)
@@ -310,14 +316,14 @@ def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
 
 
 def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequence[Array | None]) -> Array | None:
-    """The tangent of the score after score_mod that comes from the tangents of captured arrays, over the tile of one
-    visit.
+    """The tangent of the score after score_mod that comes from the tangents of captured arrays, over the tile of one visit.
 
-    It is the sum over loads of the derivative of the score by the load times what the load reads from the tangent of
-    its array; with a guard, what it reads at hidden entries counts as 0.
+    It is the sum over loads of the derivative of the score by the load times what the load reads from the tangent of its array;
+    for a differentiable plan, what it reads at hidden entries counts as 0.
 
+    scores       of the visit, by the derivative program
     derivative   program of score_mod's derivatives
-    tangents     of each captured array of score_mod, None where it has none
+    tangents     of each captured array of score_mod, padded as the array is; None where it has none
 
     Returns an array that broadcasts to the tile; None if no array that is read has a tangent.
     """

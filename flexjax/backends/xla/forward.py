@@ -29,8 +29,9 @@ Rows = tuple[Array, Array, Array]
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
-    """The forward pass of a plan: out in the plan's dtype, lse and, if the plan asks, max_scores (else None) in the
-    dtype of scores, in the plan's layout. A call without batch entries, queries or keys has `empty_results`.
+    """The forward pass of a plan, in the plan's layout: out in plan.out_dtype; lse and, if the plan asks, max_scores (else
+    None) in the dtype of scores; rounding, if the plan returns it (else None), in the dtype of out. A call without batch
+    entries, queries or keys has `empty_results`.
     """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return existing_results(empty_results(plan, operands), operands.lengths, plan)
@@ -80,9 +81,12 @@ def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperan
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
     """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row.
 
-    batch, heads and block_q are those of the tile sizes. The dtype is that of scores. lse includes the sinks,
-    max_scores does not. If the plan does not ask for max_scores, they may be rounded up to multiples of ln 2
-    (`TiledOperands.rounds_weights`). Queries past the end have results too, which the caller cuts off.
+    tiled   the operands of the pass; batch, heads and block_q are its tile sizes
+    row     the tile row
+
+    The dtype is that of scores. lse includes the sinks, max_scores does not. If the plan does not ask for max_scores, they may
+    be rounded up to multiples of ln 2 (`TiledOperands.rounds_weights`). Queries past the end have results too, which the caller
+    cuts off.
     """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)
@@ -114,16 +118,16 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
 
 
 def row_sinks(tiled: TiledOperands, row: TileRow) -> Array | None:
-    """The sinks of the tile row's heads, [1, heads, 1, 1]; None without sinks."""
+    """The sinks of the tile row's heads, [1, heads, 1, 1] in the dtype of scores; None if the operands `tiled` have no sinks."""
     if tiled.sinks is None:
         return None
     return lax.dynamic_slice(tiled.sinks, (row.h0,), (tiled.sizes.heads,)).reshape(1, -1, 1, 1)
 
 
 def join_rows(x: Array, sizes: TileSizes) -> Array:
-    """The results of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...].
+    """The results `x` of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...].
 
-    steps   one entry for each tile row, in the order of `row_at`
+    sizes   of the tiles; steps has an entry for each tile row, in the order of `row_at`
     """
     rest = x.shape[4:]
     x = x.reshape(sizes.batch_groups, sizes.head_groups, sizes.rows, *x.shape[1:])

@@ -41,7 +41,11 @@ def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = Fal
 def on_larger_blocks(
     plan: KernelPlan, operands: Operands, target: Target, backward: bool = False
 ) -> tuple[KernelPlan, Operands]:
-    """The plan of `plan_on_larger_blocks`, and the operands for it: with its block lists, and None where it has none."""
+    """The plan of `plan_on_larger_blocks`, and the operands for it: with its block lists, and None where it has none. The
+    arguments themselves if the plan stays as it is.
+
+    backward   whether the tile options of the backward pass count, or those of the forward pass
+    """
     made = plan_on_larger_blocks(plan, target, backward)
     if made is plan:
         return plan, operands

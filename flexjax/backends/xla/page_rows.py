@@ -33,6 +33,7 @@ class PageRows:
     def __init__(self, plan: KernelPlan, sizes: TileSizes, pages: Array):
         """Pads the page numbers of a call.
 
+        sizes   of the tiles, whose key blocks the pages are padded to
         pages   int32 [B, n], those of the operands
         """
         self.page, self.block_kv = plan.page, sizes.block_kv
@@ -40,11 +41,12 @@ class PageRows:
         self.pages = jnp.pad(pages, ((0, 0), (0, short)), constant_values=-1)
 
     def take(self, given: Pool, heads: tuple[Array | int, int], b: Array, blocks: Array, dtype: jnp.dtype) -> Array:
-        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D] in `dtype`, multiplied by the scales
-        of a quantised pool.
+        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D] in `dtype`, multiplied by the scales of a
+        quantised pool.
 
         given    the pool of keys or of values
         heads    (first key head, how many)
+        b        int32 scalar: index of the batch entry
         blocks   int32 [chunk]: numbers of the key blocks
 
         Tokens of a page number that is not in the pool are 0.

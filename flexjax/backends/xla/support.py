@@ -35,19 +35,27 @@ class XlaBackend:
         return None
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
-        """The tiles of the forward pass, for `explain`."""
+        """The tiles with which the forward pass runs on the target, for `explain`."""
         return choose_tile_sizes(plan_on_larger_blocks(plan, target), target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Tiles for autotuning, as KernelOptions, the default first."""
+        """Tiles for autotuning, dicts of KernelOptions fields with the same tile for both passes, the default of the forward
+        pass first.
+        """
         return tile_candidates(plan_on_larger_blocks(plan, target), target)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan (see Results and forward.py)."""
+        """The forward pass of the plan: out, lse, and max_scores and rounding if it asks for them (Results). Unless the target
+        is a CPU, its mask blocks are first merged to larger ones.
+        """
         return forward(*on_larger_blocks(plan, operands, target), target)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands, None for the others (see Backend.backward and backward.py)."""
+        """The gradients of the wanted operands, in their shapes and dtypes; None for the others. Unless the target is a CPU,
+        mask blocks are first merged to larger ones.
+
+        given   operands, results, cotangents, what is wanted and the derivative program
+        """
         plan, operands = on_larger_blocks(plan, given.operands, target, backward=True)
         return backward(plan, given._replace(operands=operands), target)
 

@@ -107,7 +107,11 @@ class TiledTangents:
 
 
 def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
-    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row."""
+    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row, in the dtype of
+    scores.
+
+    tiled_tangents   tangents and operands laid out for tiles
+    """
     tiled = tiled_tangents.tiled
     plan, s = tiled.plan, tiled.sizes
     take = lambda x: None if x is None else tiled.take_rows(x, row)
@@ -119,7 +123,9 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     scale = jnp.asarray(plan.scale, tiled.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
-        """The two sums over keys, of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1], with one visit added."""
+        """`state`, the two sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1], with one visit
+        added.
+        """
         weighted, t_lse = state
         columns = lambda x: tiled.take_columns(x, row, visit)
         raw = raw_scores(tiled, row, visit, q, qx)

@@ -52,7 +52,7 @@ class XlaTile:
         return self.region.index(val.id)
 
     def literal(self, lit: Lit) -> Array:
-        """A literal as an array."""
+        """A literal as an array of shape ()."""
         return literal_array(lit)
 
     def spread(self, value: Array, have: Axes, want: Axes) -> Array:
@@ -117,7 +117,11 @@ class XlaTile:
         )
 
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
-        """The results of a Call (a whole jaxpr equation), evaluated at every position; `read` gives the value of an operand."""
+        """The results of `call` (a whole jaxpr equation), evaluated at every position: an array of rank 4 for each scalar
+        result.
+
+        read   gives the value of an operand
+        """
         return map_call(call, self.captures, read)
 
 

@@ -175,7 +175,7 @@ def scores_of(plan: KernelPlan) -> int:
 
 
 def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
-    """The sides of the tile, each cut to the largest divisor of the runs of an origin that is not above it; unchanged
+    """(block_q, block_kv), each cut to the largest divisor of the runs of the plan's origin that is not above it; unchanged
     without an origin, or along an axis with one run.
     """
     origin = plan.origin

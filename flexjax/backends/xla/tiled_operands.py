@@ -187,7 +187,10 @@ class TiledOperands:
         return lax.dynamic_slice(x, int32s(start), (s.batch, s.heads, s.block_q, *x.shape[3:]))
 
     def key_group(self, heads: int, row: TileRow) -> tuple[Array | int, int]:
-        """(first head, how many heads) of an operand with `heads` key heads in all that the query heads of the tile row read."""
+        """(first head, how many heads) of the key heads that the query heads of the tile row read.
+
+        heads   the number of heads of the operand in all: those of key and value, or of key_extra
+        """
         group = self.plan.q_heads // heads
         return row.h0 // group, max(1, self.sizes.heads // group)
 
@@ -267,13 +270,16 @@ class TiledOperands:
         return self._grouped("bmxd,bmkd->bmxk", q, k)
 
     def weights_times_value(self, w: Array, v: Array) -> Array:
-        """The sum over keys of weight times value: [b, heads, q, k] and [b, key heads, k, E] give [b, heads, q, E]."""
+        """The sum over keys of weight times value: w [b, heads, q, k] and v [b, key heads, k, E] give [b, heads, q, E] in dtype
+        `compute`. The weights are cast to `operand_dtype` first.
+        """
         return self._grouped("bmxk,bmke->bmxe", w.astype(self.operand_dtype), v)
 
     def weights_transposed_times(self, w: Array, rows: Array, key_heads: int) -> Array:
         """The sum over queries, and over the query heads of each key head, of weight times row, as in dV = P^T dO.
 
-        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`.
+        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`. Both are cast to
+        `operand_dtype` first.
         """
         b, n, q, _ = w.shape
         fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])

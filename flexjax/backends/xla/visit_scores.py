@@ -47,8 +47,10 @@ class VisitScores:
 def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, q_extra: Array | None) -> Array:
     """The scores of a visit before score_mod, scale * (q . k + query_extra . key_extra): [batch, heads, block_q, keys].
 
-    q         queries of the tile row, [batch, heads, block_q, D]
-    q_extra   its part of query_extra, [batch, heads, block_q, R]; None without extra features
+    tiled        the operands of the pass
+    row, visit   the tile row, and its key blocks
+    q            queries of the tile row, [batch, heads, block_q, D]
+    q_extra      its part of query_extra, [batch, heads, block_q, R]; None without extra features
     """
     total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit))
     if q_extra is not None:
@@ -62,13 +64,15 @@ def visit_scores(
 ) -> VisitScores:
     """The scores of a visit after a score program and the mask.
 
+    tiled        the operands of the pass
+    row, visit   the tile row, and its key blocks
     raw          what raw_scores returns for the visit
     program      score_mod's program, or that of its derivatives, whose results are also returned; None: the identity
-    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass
-                 need not, since it drops their results
+    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass need not,
+                 since it drops their results
 
-    Hidden entries are -inf in `modified`. Partials are in the dtype of scores, literals as they are; only for a
-    differentiable plan are they 0 at hidden entries, which are then evaluated on operands of 1 (`XlaTile.guard`).
+    Hidden entries are -inf in `modified`. Partials are in the dtype of scores, literals as they are; only for a differentiable
+    plan are they 0 at hidden entries, which are then evaluated on operands of 1 (`XlaTile.guard`).
     """
     region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
     on = _on(tiled, region, row, visit, mask_q_end)
@@ -92,9 +96,10 @@ def visit_scores(
 
 
 def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
-    """One result of a derivative program over a tile, cast to the dtype of the scores.
+    """One result of a derivative program over a tile, `partial`, cast to the dtype of the scores.
 
-    on   which entries count; None: all
+    tiled   the operands of the pass
+    on      which entries count; None: all
 
     For a plan that jax differentiates again (plan.differentiable) it is 0 where `on` is False, because a NaN there would reach
     the second derivatives.
@@ -106,14 +111,16 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
 
 
 def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, mask_q_end: bool) -> Array | None:
-    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all
-    count.
+    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all count.
 
-    region   of the visit, in positions of the whole problem
+    tiled        the operands of the pass
+    region       of the visit, in positions of the whole problem
+    row, visit   the tile row, and its key blocks
+    mask_q_end   whether queries past the end or that do not exist are off
 
-    An entry counts if the mask program shows it (which is not evaluated in full blocks), its key block is valid, and its
-    key, and with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is
-    evaluated everywhere.
+    An entry counts if the mask program shows it (which is not evaluated in full blocks), its key block is valid, and its key,
+    and with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is evaluated
+    everywhere.
     """
     plan, lengths = tiled.plan, tiled.lengths
     rows = region_of(tiled.sizes, row, visit.blocks)
@@ -137,7 +144,11 @@ def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, m
 
 
 def _mask(tiled: TiledOperands, region: Region) -> Array:
-    """The mask program over a region: bool of rank 4, True at visible entries, of size 1 along axes that the mask does not read."""
+    """The mask program over a region: bool of rank 4, True at visible entries, of size 1 along axes that the mask does not
+    read.
+
+    tiled   operands of a plan with a mask
+    """
     program = tiled.plan.mask
     assert program is not None
     want = program.axes - {"delta"} | ({"q", "kv"} if "delta" in program.axes else set())
@@ -146,8 +157,11 @@ def _mask(tiled: TiledOperands, region: Region) -> Array:
 
 
 def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) -> Array | None:
-    """What dropout multiplies each probability of a visit by: 0 or 1 / (1 - rate), [batch, heads, block_q, keys]; None without
-    dropout.
+    """What dropout multiplies each probability of a visit by: 0 or 1 / (1 - rate), [batch, heads, block_q, keys] in the dtype
+    of scores; None without dropout.
+
+    tiled        the operands of the pass
+    row, visit   the tile row, and its key blocks
     """
     program = tiled.plan.dropout
     if program is None:
@@ -163,7 +177,7 @@ def times_partial(cotangent: Array, partial: Array | Lit) -> Array:
 
 
 def zero_where_off(scores: VisitScores, values: Array) -> Array:
-    """`values` over the tile of a visit, with 0 at entries that do not count. Apply it after all products, because 0 times the
-    NaN of a hidden entry is NaN.
+    """`values` over the tile of the visit of `scores`, with 0 at entries that do not count. Apply it after all products,
+    because 0 times the NaN of a hidden entry is NaN.
     """
     return values if scores.on is None else jnp.where(scores.on, values, jnp.zeros_like(values))
