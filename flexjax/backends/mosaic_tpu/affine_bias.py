@@ -80,7 +80,7 @@ def separate_bias(program: Program) -> SeparatedScore | None:
     terms: list[BiasTerm] = []
 
     def uniform(atom: Atom) -> bool:
-        """Whether the atom depends on b and h alone."""
+        """Whether the atom is a literal or depends on b and h alone."""
         return axis_class(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:

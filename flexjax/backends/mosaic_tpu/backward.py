@@ -32,11 +32,12 @@ from flexjax.plan.lengths import NONE, where_exists
 def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradients:
     """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
 
-    chip   the TPU whose VMEM decides the tiles
+    given   operands, results, cotangents, what is wanted and the derivative program
+    chip    the TPU whose VMEM decides the tiles
 
-    The dk/dv kernel computes dq too if dq is wanted and one of dk and dv is, the wanted gradients of captured arrays
-    are of column reads alone, no launch splits a head, and the sums of dq fit VMEM. A kernel runs only if one of its
-    gradients is wanted. The caller has checked that nothing is refused.
+    The dk/dv kernel computes dq too if dq is wanted and one of dk and dv is, the wanted gradients of captured arrays are of
+    column reads alone, no launch splits a head, and the sums of dq fit VMEM. A kernel runs only if one of its gradients is
+    wanted. The caller has checked that nothing is refused.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     shapes = layouts.FoldedShapes.of(plan)
@@ -135,7 +136,13 @@ def _unfolded(
     features, extra = slice(0, plan.head_dim), slice(plan.head_dim, None)
 
     def part(array: jax.Array | None, layout: layouts.HeadLayout, features: slice, heads: int) -> jax.Array | None:
-        """The gradient of one operand: these features of a folded gradient, summed down to the operand's number of heads."""
+        """The gradient of one operand: these features of a folded gradient, summed down to the operand's number of heads; None
+        if it was not computed.
+
+        array, layout   the folded gradient, as a kernel wrote it, and how it lies in memory
+        features        which part of its head dim
+        heads           heads of the operand
+        """
         if array is None:
             return None
         return layouts.sum_repeated_heads(layout.from_kernel(array)[..., features], heads, heads_dim)

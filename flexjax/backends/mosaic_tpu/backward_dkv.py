@@ -167,8 +167,10 @@ class DkvKernel:
             ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
-        """Writes dk (scaled here), dv and the sums of column reads of a key tile from the sums in VMEM to the outputs,
-        in the dtypes of these; what is not wanted is left out.
+        """Writes dk (scaled here), dv and the sums of column reads of a key tile from the sums in VMEM to the outputs, in the
+        dtypes of these; what is not wanted is left out. Runs at the last visit of the key tile.
+
+        refs   the references of the kernel: `scratch` has the sums, `outputs` the blocks
         """
         sums, out = refs.scratch, refs.outputs
         if sums.dk is not None and sums.dv is not None:
@@ -180,8 +182,10 @@ class DkvKernel:
             ref[...] = column[...]
 
     def write_dq(self, refs: Refs) -> None:
-        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled
-        here, and sums past the last query are dropped.
+        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled here, and
+        sums past the last query are dropped. Runs at the last visit of the key head.
+
+        refs   the references of the kernel: `scratch` has the sums, `outputs` the block
         """
         sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
         assert sums is not None
@@ -197,12 +201,13 @@ class DkvKernel:
 def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with_query: bool) -> DkvGradients:
     """Runs the dk/dv kernel.
 
+    call         the backward pass: plan, arrays, tiles
     columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
     want_kv      whether to compute dk and dv
     with_query   whether to compute dq too; the caller has checked that its sums fit VMEM
 
-    What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded
-    arrays: dk and dv are not summed over heads that `fold` repeated.
+    What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded arrays: dk
+    and dv are not summed over heads that `fold` repeated.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

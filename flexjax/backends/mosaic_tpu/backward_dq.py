@@ -68,8 +68,11 @@ Refs = KernelRefs[BackwardArrays[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref
 
 
 class LoadNumbers(typing.NamedTuple):
-    """The captured reads whose gradients are wanted, as numbers in derivative.gradients, by how the kernel sums them: along the
-    keys, along the diagonals, or not at all.
+    """The captured reads whose gradients are wanted, as numbers in derivative.gradients, by how the kernel sums them.
+
+    rows        scalar and row reads, summed along the keys
+    diagonals   diagonal reads, summed along the diagonals
+    tiles       tile reads, which are not summed
     """
 
     rows: tuple[int, ...]
@@ -185,6 +188,7 @@ def dq_kernel(
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
     """Runs the dq kernel.
 
+    call         the backward pass: plan, arrays, tiles
     wanted       the captured reads whose gradients are wanted, {number in derivative.gradients: kind}; no column reads
     want_query   whether to compute dq
 

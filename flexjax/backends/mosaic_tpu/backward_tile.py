@@ -56,11 +56,11 @@ class BackwardArrays(typing.NamedTuple, typing.Generic[T]):
 class BackwardCall(typing.NamedTuple):
     """One backward pass, from which both backward kernels are made.
 
-    operands     of the call; the kernels read captured arrays and block lists from them
-    arrays       what the kernels read of the other operands
-    derivative   the program of score_mod's derivatives; None: the identity
-    tiles        sizes of a tile
-    chip         the TPU that the kernels are compiled for
+    plan, operands   of the call; the kernels read captured arrays and block lists from the operands
+    arrays           what the kernels read of the other operands
+    derivative       the program of score_mod's derivatives; None: the identity
+    tiles            sizes of a tile
+    chip             the TPU that the kernels are compiled for
     """
 
     plan: KernelPlan
@@ -119,10 +119,10 @@ def strip_gradients(
 ) -> StripGradients:
     """The gradients of a strip, by the formulas at the top of this file; runs inside a kernel.
 
-    scores   the programs of the kernel
-    step     which strip of which visit; unless it is checked, no entry counts as off
-    wanted   the captured reads whose cotangents are wanted, as numbers in derivative.gradients; only these are in
-             `loads`
+    scores     the programs of the kernel
+    step       which strip of which visit; unless it is checked, no entry counts as off
+    products   q . k, dO . v, lse and shift of the strip
+    wanted     the captured reads whose cotangents are wanted, as numbers in derivative.gradients; only these are in `loads`
     """
     on = scores.on(step) if step.checked else None
     on_before_exp = on if scores.finite_where_off else None

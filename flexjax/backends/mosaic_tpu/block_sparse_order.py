@@ -42,6 +42,7 @@ _COLUMN_BITS = 26
 def make_order(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands) -> VisitOrder:
     """The order of a kernel's visits for a plan: dense without block lists and lengths, block-sparse with them.
 
+    geometry    sizes of the matrix and of the tiles
     group       query heads of one key head
     key_major   whether the tiles of one key tile follow one another (dk/dv kernel) or those of one query tile (the others)
     operands    of the call, whose block lists and lengths say what is visited
@@ -315,7 +316,9 @@ class BlockSparseOrder(VisitOrder):
         return b, j, (entry >> _COLUMN_BITS) & 3
 
     def visit_follows(self, tables: Sequence[jax.Ref], v: jax.Array) -> jax.Array:
-        """In a kernel: whether the launch has a visit after visit v, read from the visit lists `tables` in SMEM."""
+        """In a kernel: whether the launch has a visit after visit v (int32, below its number of visits), read from the visit
+        lists `tables` in SMEM.
+        """
         return (tables[1][v] >> 30) & 1 == 1
 
     # ------------------------------------------------------------------ the bit sets on a tile

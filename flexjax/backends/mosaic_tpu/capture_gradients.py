@@ -54,9 +54,10 @@ def gather_gradients(
 
     An array that several loads read gets the sum of their gradients; one that no load reads gets zeros.
 
-    captures   the captured arrays of score_mod; wanted: for each, whether its gradient is wanted
-    sums       {n: what the kernels summed for load n}, float32; `_scattered` has the shapes
-    placed     where queries and keys lie in the whole problem
+    captures, wanted   the captured arrays of score_mod; for each, whether its gradient is wanted
+    sums               {n: what the kernels summed of the cotangents of load n}, float32. By load class: scalar and row
+                       [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending q - kv, tile [B, N, T, S]
+    placed             where queries and keys lie in the whole problem
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
@@ -79,10 +80,11 @@ def _scattered(
     """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the
     array.
 
-    values   what the kernels summed of the cotangents of what the load reads
-
-    By load class, they are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
-    q - kv, tile [B, N, T, S].
+    captures   the captured arrays of score_mod
+    load       a load of the derivative program
+    values     what the kernels summed of the cotangents of what the load reads: by load class, scalar and row [B, N, 1, T],
+               column [B, N, S], diagonal [B, N, S + T - 1] by ascending q - kv, tile [B, N, T, S]
+    placed     where queries and keys lie in the whole problem
     """
     kind = ir.classify_load(load).kind
     batch, heads, q_len, kv_len = plan.batch, plan.q_heads, plan.q_len, plan.kv_len

@@ -20,7 +20,9 @@ SKEW = 8
 
 
 def skewed(diagonals: jax.Array) -> jax.Array:
-    """An array of diagonals [..., n] in 8 copies, [..., 8, n]: out[..., r, x] = diagonals[..., x - r], 0 for x < r."""
+    """An array of diagonals [..., n] in 8 copies, [..., 8, n], row r shifted right by r: out[..., r, x] =
+    diagonals[..., x - r], 0 for x < r. The last r elements are dropped from row r.
+    """
     rows = [
         jnp.pad(diagonals, [(0, 0)] * (diagonals.ndim - 1) + [(r, 0)])[..., : diagonals.shape[-1]] for r in range(SKEW)
     ]
@@ -89,5 +91,5 @@ def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
 
 
 def _roll(window: jax.Array, shift: int) -> jax.Array:
-    """The window rolled right by `shift` lanes."""
+    """The window rolled right by `shift` lanes: what leaves it on the right comes in on the left."""
     return pltpu.roll(window, np.int32(shift), 1)  # pyright: ignore[reportArgumentType]  # an int would be int64 with x64

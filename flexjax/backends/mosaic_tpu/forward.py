@@ -111,6 +111,7 @@ Refs = KernelRefs[ForwardInputs[jax.Ref], ForwardOutputs[jax.Ref], ForwardScratc
 class ForwardKernel:
     """The body of the forward kernel, with what is static about it.
 
+    plan     of the call, after heads were joined or packed
     tiles    sizes of a tile
     scores   the programs of the kernel
     copies   how keys and values come out of their pages; None if they are contiguous
@@ -203,11 +204,14 @@ class ForwardKernel:
         return x + bias.row_term if self.whole_powers and bias.row_term is not None else x
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output
-        in scratch.
+        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output in
+        scratch.
 
-        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked
-        steps only. Dropout multiplies what is added to the output, not to the row sum.
+        step   which strip of which visit, and the references
+
+        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked steps only.
+        Dropout, and the scales of quantised values, multiply what is added to the output, not to the row sum; the scales of
+        quantised keys multiply the products before the score program.
         """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
@@ -301,9 +305,12 @@ class ForwardKernel:
 
 
 def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
-    """The forward pass of a plan by the forward kernel: out, lse and, if the plan asks, max_scores (see Results).
+    """The forward pass of a plan by the forward kernel: out, lse and, if the plan asks for them, max_scores and rounding (see
+    Results).
 
     chip   the TPU whose VMEM decides the tiles
+
+    The plan is one that the backend does not refuse; with keys in pages its heads are joined.
     """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
@@ -373,8 +380,10 @@ def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, 
 def _inputs(
     plan: KernelPlan, operands: Operands, tiles: vmem.Tiles, maps: layouts.IndexMaps
 ) -> tuple[Operand, Operand, Operand]:
-    """Query, key and value in the shapes of layouts.fold, with their block specs; key and value as whole pools in HBM if
-    they are in pages.
+    """Query, key and value in the shapes of layouts.fold, with their block specs; key and value as whole pools in HBM if they
+    are in pages.
+
+    tiles, maps   sizes of a tile, and the index maps of the kernel
     """
     shapes = layouts.FoldedShapes.of(plan)
     if not plan.page:

@@ -80,7 +80,7 @@ class TileGeometry:
 
     @property
     def diagonals(self) -> int:
-        """Length of the diagonal array, padded so that the window of every tile lies inside."""
+        """Length of the diagonal array, a multiple of 128, padded so that the window of every tile lies inside."""
         return -(-(self.padded_rows + self.padded_columns) // LANES) * LANES + LANES
 
     def window_start(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array:

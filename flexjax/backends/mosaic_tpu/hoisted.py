@@ -42,22 +42,36 @@ def _positions(size: int, dim: int) -> jax.Array:
 
 
 def whole_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
-    """The grid of every position of the attention matrix: b, h, q and kv along dimensions 0 to 3; q and kv of the whole problem."""
+    """The grid of every position of the attention matrix: b, h, q and kv along dimensions 0 to 3.
+
+    batch, heads, q_len, kv_len   of the call, or 1 where a value does not depend on the axis: then the first position stands
+                                  for all
+    placed                        where queries and keys lie in the whole problem; q and kv are positions there
+    """
     return _placed(batch, heads, _positions(q_len, 2), _positions(kv_len, 3), placed)
 
 
 def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
     """The grid of one position on each diagonal of the attention matrix of each (b, h).
 
-    The diagonals lie along dimension 2, by ascending q - kv from 1 - kv_len to q_len - 1; dimension 3 has size 1. An origin
-    has one run of queries and one of keys.
+    batch, heads, q_len, kv_len   of the call
+    placed                        where queries and keys lie in the whole problem; its origin has one run of queries and one of
+                                  keys
+
+    The diagonals lie along dimension 2, by ascending q - kv in rows of the call, from 1 - kv_len to q_len - 1; dimension 3 has
+    size 1.
     """
     delta = jnp.arange(1 - kv_len, q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
     return _placed(batch, heads, jnp.maximum(delta, 0), jnp.maximum(-delta, 0), placed)
 
 
 def _placed(batch: int, heads: int, q_rows: jax.Array, kv_rows: jax.Array, placed: Placed) -> Grid:
-    """The grid of every batch entry and head at the positions of the given rows of query and key, arrays of rank 4."""
+    """The grid of every batch entry and head at the positions of the given rows of query and key.
+
+    batch, heads      how many there are
+    q_rows, kv_rows   rows of query and of key, int32 arrays of rank 4
+    placed            where queries and keys lie in the whole problem
+    """
     b = _positions(batch, 0)
     return Grid(b, _positions(heads, 1), query_positions(*placed, b, q_rows), key_positions(*placed, b, kv_rows))
 

@@ -164,16 +164,18 @@ class HoistedOperands:
         return scalars[1][number, head]
 
     def _add(self, key: Key, operand: Operand) -> None:
-        """Adds an operand for the value `key`."""
+        """Appends an operand, the one that `view` reads for the value `key`."""
         self._operand_of[key] = len(self.operands)
         self.operands.append(operand)
 
     def _evaluate(self, split: SplitProgram, captures: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """The hoisted values of one program, evaluated by JAX outside of the kernel: id of the value -> its array.
 
+        split, captures   the program, and its captured arrays
+
         An array is [b, h, q, kv] with size 1 along the axes that the value does not depend on; of a value of class delta it is
-        [b, h, T + S - 1, 1] with the diagonals along dimension 2 (`hoisted.diagonal_grid`). Values with a `direct_load` are left
-        out, because the kernel reads their captured arrays.
+        [b, h, T + S - 1, 1] with the diagonals along dimension 2 (`hoisted.diagonal_grid`). Values with a `direct_load` are
+        left out, because the kernel reads their captured arrays.
         """
         g = self.geometry
         found: dict[int, jax.Array] = {}
@@ -235,8 +237,12 @@ class HoistedOperands:
     ) -> Operand:
         """The operand of a load that gets blocks of its captured array itself: the array as [planes, rows, columns].
 
-        Queries index the rows and keys the columns. The plane of each (b, h), computed from the load's other indices, is added to
-        the int32 scalar table in `tables`, where the index map reads it.
+        split, captures   the program of the load, and its captured arrays
+        load              the load; its last two indices are plain q and kv
+        tables            the scalar tables, which get a row
+
+        Queries index the rows and keys the columns. The plane of each (b, h), computed from the load's other indices, is added
+        to the int32 scalar table in `tables`, where the index map reads it.
         """
         g = self.geometry
         array = captures[load.capture]

@@ -22,7 +22,7 @@ F32 = jnp.float32
 
 
 def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
-    """The arguments, broadcast to their common shape."""
+    """The arguments, broadcast to their common shape; one that has it is returned as it is."""
     shape = np.broadcast_shapes(*[np.shape(a) for a in args])
     return [typing.cast(jax.Array, a) if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
 

@@ -33,7 +33,12 @@ S = typing.TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """An output array of a kernel, with its block spec. `zeroed`: blocks that no visit writes must be 0 in the result."""
+    """An output array of a kernel.
+
+    shape, dtype   of the whole array
+    spec           its block spec
+    zeroed         whether blocks that no visit writes must be 0 in the result
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -88,6 +93,8 @@ class KernelStep(typing.NamedTuple):
     """A strip of the tile of one visit: what the kernel works on at a time.
 
     refs      the references of the kernel body
+    visit     which tile, and its kind
+    strip     which columns of the tile
     checked   whether some entries of the strip may be hidden or past the end, so that they must be checked
     """
 
@@ -120,7 +127,7 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
     passed_through = [n for n, o in enumerate(outputs) if order.chunks > 1 or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
-        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body, which does not get the
+        """What pallas_call runs: sorts the flat references `refs` into KernelRefs and calls the body, which does not get the
         inputs that are aliased to outputs.
         """
         sizes = (order.prefetched, 2, len(call.prefetched), len(inputs), len(hoisted.operands), len(passed_through))

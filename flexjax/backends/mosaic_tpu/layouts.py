@@ -95,10 +95,11 @@ class HeadLayout:
 class FoldedShapes:
     """Sizes of a call with the extra features folded in, and the layouts of its arrays.
 
-    heads      query heads
-    kv_heads   the larger of the heads of key and key_extra, to which both and value are repeated
-    dim        D + R: head dim and extra features
-    tokens_first   whether the layout of the call is BTNH
+    batch, q_len, kv_len, value_dim   of the call
+    heads                             query heads
+    kv_heads                          the larger of the heads of key and key_extra, to which both and value are repeated
+    dim                               D + R: head dim and extra features
+    tokens_first                      whether the layout of the call is BTNH
     """
 
     batch: int

@@ -44,10 +44,13 @@ class ListShape:
 
 
 def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None:
-    """The blocks by which a kernel decides what to visit, None if it visits every tile.
+    """The blocks by which a kernel decides what to visit, None if it visits every tile: without a block mask and without
+    lengths.
 
-    They are those of the plan's block mask. With lengths every batch entry has blocks of its own; without a block mask
-    these are then the tiles of the kernel.
+    geometry   sizes of the matrix and of the tiles
+
+    They are those of the plan's block mask. With lengths every batch entry has blocks of its own; without a block mask these
+    are then the tiles of the kernel, all partial if the plan has a mask program, else full.
     """
     blocks, g = plan.blocks, geometry
     if not any(plan.lengths):
@@ -60,14 +63,16 @@ def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None
 
 
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:
-    """The sizes of the visit lists of one kernel, from the static widths of the block lists.
+    """The sizes of the visit lists of one kernel, from the static widths of the block lists. The plan has blocks
+    (`block_layout`).
 
+    geometry    sizes of the matrix and of the tiles
     group       query heads of one key head
-    key_major   whether a tile row is a column of tiles; if each query head has block lists of its own, the column has
-                the tiles of the whole group
+    key_major   whether a tile row is a column of tiles; if each query head has block lists of its own, the column has the tiles
+                of the whole group
 
-    One launch takes as many tile rows as TABLE_BYTES hold, where a list entry takes 8 bytes and its two bit sets: all
-    rows if they fit, else whole heads if one fits, else parts of a head, at least one row.
+    One launch takes as many tile rows as TABLE_BYTES hold (LISTS_BESIDE_PAGES with keys in pages), where a list entry takes 8
+    bytes and its two bit sets: all rows if they fit, else whole heads if one fits, else parts of a head, at least one row.
     """
     blocks, g = block_layout(plan, geometry), geometry
     assert blocks is not None

@@ -33,8 +33,11 @@ T = typing.TypeVar("T")
 
 
 class PageSlots(typing.NamedTuple, typing.Generic[T]):
-    """Scratch: key [2, keys, D] and value [2, keys, E] of two tiles; the semaphores of their copies, [2 slots, key or value]; and in SMEM
-    how many pieces are copied into each slot, int32 [2].
+    """What the copies write, two slots of each.
+
+    key, value   VMEM: keys [2, keys, D] and values [2, keys, E] of two tiles
+    arrived      the semaphores of their copies, [2 slots, key or value]
+    copied       SMEM: how many pieces are copied into each slot, int32 [2]
     """
 
     key: T
@@ -44,8 +47,11 @@ class PageSlots(typing.NamedTuple, typing.Generic[T]):
 
 
 class Pages(typing.NamedTuple):
-    """What the copies read: pools [P, page, D] and [P, page, E] in HBM; in SMEM page numbers [B * n], n for each batch entry, and key
-    lengths [B].
+    """What the copies read.
+
+    key, value   the pools in HBM, [P, page, D] and [P, page, E]
+    numbers      SMEM: the page numbers [B * n], n for each batch entry
+    lengths      SMEM: the key lengths [B]
     """
 
     key: jax.Ref
@@ -55,7 +61,12 @@ class Pages(typing.NamedTuple):
 
 
 class Piece(typing.NamedTuple):
-    """Rows of one copy (traced scalars): the page number, the first row in the page and in the tile, and the slot of the tile."""
+    """Which rows one copy moves (traced scalars).
+
+    number             the page number, which the pool has
+    in_page, in_tile   the first row in the page, and in the tile
+    slot               the slot of the tile, 0 or 1
+    """
 
     number: jax.Array
     in_page: jax.Array
@@ -83,7 +94,7 @@ class PageCopies:
 
     @property
     def scratch(self) -> PageSlots:
-        """The slots and their semaphores."""
+        """The slots, in the dtype in which the cache stores keys and values, and their semaphores."""
         slots = lambda dim: pltpu.VMEM((2, self.tile, dim), jnp.dtype(self.plan.cache_dtype or self.plan.dtype))
         return PageSlots(
             slots(self.plan.head_dim),
@@ -93,19 +104,24 @@ class PageCopies:
         )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
-        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E], in the plan's dtype and
-        without the scales of a quantised cache.
+        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E], in the plan's dtype
+        and without the scales of a quantised cache.
 
-        keys   which rows of the tile
+        slots   the scratch, in which the visit has its slot
+        keys    which rows of the tile
+
+        Values of keys that do not exist are 0, unless the cache is quantised; their keys may be anything.
         """
         slot, dtype = _slot(visit.number), jnp.dtype(self.plan.dtype)
         return slots.key[slot, keys, :].astype(dtype), slots.value[slot, keys, :].astype(dtype)
 
     def begin_visit(self, tables: Sequence[jax.Ref], visit: TileVisit, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """In a kernel, at the start of each visit: starts the copies of the next visit, and those of this one if it is
-        the first of the launch; then waits for those of this one, and zeroes its values past the key length.
+        """In a kernel, at the start of each visit: starts the copies of the next visit, and those of this one if it is the
+        first of the launch; then waits for those of this one, and zeroes its values past the key length, unless the cache is
+        quantised.
 
-        tables   the visit lists in SMEM
+        tables         the visit lists in SMEM
+        pages, slots   what is read, and the scratch that is written
         """
         v = jnp.asarray(visit.number)
         pl.when(v == 0)(lambda: self._start(tables, v, pages, slots))
@@ -123,7 +139,11 @@ class PageCopies:
         return b, start, jnp.where(kind == np.int32(IDLE), tile, keys)
 
     def _start(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """Starts the copies of visit v. A piece whose page is not in the pool is zeroed. An idle visit copies nothing."""
+        """Starts the copies of visit v into its slot, and records in `slots.copied` how many pieces are copied. A piece whose
+        page is not in the pool is zeroed at once. An idle visit copies nothing.
+
+        tables   the visit lists in SMEM
+        """
         b, start, keys = self._keys(tables, v, pages)
         columns, page, rows = (
             np.int32(n) for n in (pages.numbers.shape[0] // self.plan.batch, self.plan.page, self.rows)

@@ -47,7 +47,9 @@ class Unsupported(Exception):
 
 
 def axis_class(axes: Axes) -> str:
-    """The row of the table above to which a value with these axes belongs."""
+    """The axis class of a value with these axes: "score" if it depends on the score; of the others "uniform" if it depends on b
+    and h at most, "q", "kv" or "delta" if on that one axis beside them, "tile" if on q and kv.
+    """
     if "score" in axes:
         return SCORE
     moving = axes - ir.UNIFORM
@@ -64,7 +66,7 @@ class HoistedValue:
     """A value of a program that the kernel gets as an operand.
 
     val           the result of a step of the program
-    axis_class    the row of the table above to which it belongs
+    axis_class    "uniform", "q", "kv", "delta" or "tile" (the function of that name)
     direct_load   the load whose captured array is itself the operand, block by block; None where XLA evaluates the value
     by_entry      whether the value differs between batch entries because their positions do
     """
@@ -116,15 +118,16 @@ class SplitProgram:
 def split(
     program: Program, batch: int, heads: int, q_len: int, kv_len: int, origin: OriginLayout | None = None
 ) -> SplitProgram:
-    """Decides for each value of a program whether XLA or the kernel computes it, for a call of these sizes.
+    """Decides for each value of a program whether XLA or the kernel computes it.
 
-    heads   query heads
+    batch, heads, q_len, kv_len   of the call; heads are query heads
+    origin                        of the plan; None: positions count from 0
 
-    A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if
-    the kernel cannot compute it. With an origin no block of a captured array is a value as it is. Values that only
-    hoisted ones need are not in the split. Raises Unsupported if a value must be computed in the kernel and cannot be,
-    would take XLA an array of more than DENSE_LIMIT bytes, or is a hoisted value of q - kv where the origin has several
-    runs.
+    A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if the
+    kernel cannot compute it. With an origin no block of a captured array is a value as it is. Values that only hoisted ones
+    need are not in the split. Raises Unsupported if a value must be computed in the kernel and cannot be, has a dtype that no
+    kernel reads, would take XLA an array of more than DENSE_LIMIT bytes, or is a hoisted value of q - kv where the origin has
+    several runs.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     costs = _costs(program)
@@ -157,7 +160,7 @@ def split(
 
 
 def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
-    """`split` for the sizes of a plan."""
+    """`split` for the sizes and the origin of a plan; raises Unsupported in the same cases."""
     return split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.origin)
 
 

@@ -87,7 +87,11 @@ class MosaicTpuBackend:
         return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands (see Backend.backward). Raises NotImplementedError for those that it refuses."""
+        """The gradients of the wanted operands, in their shapes and dtypes; None for the others. Raises NotImplementedError,
+        with the sentence, for those that `refuses_backward` refuses.
+
+        given   operands, results, cotangents, what is wanted and the derivative program
+        """
         chip = vmem.chip_of(target)
         plan, operands = mask_blocks.with_blocks(plan, given.operands, *_kernel_blocks(plan))
         reason = _backward_refusal(plan, given.wanted, given.derivative, chip)

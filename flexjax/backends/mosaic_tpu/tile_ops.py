@@ -57,7 +57,9 @@ def refusal(op: Op) -> str | None:
 
 
 def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
-    """The result of the operation on operands whose shapes broadcast together."""
+    """The result of the operation on operands whose shapes broadcast together, in their common shape; `refusal(op)` must be
+    None.
+    """
     rule = RULES.get(op.prim)
     if rule is not None:
         return rule(op, *args)

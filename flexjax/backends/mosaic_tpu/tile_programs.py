@@ -76,22 +76,22 @@ class StripView:
 
     @functools.cached_property
     def q(self) -> jax.Array:
-        """The indices of the strip's queries in the attention matrix, int32 (rows, 1), or (1, cols) if q_axis is 1."""
+        """The positions of the strip's queries, int32 (rows, 1), or (1, cols) if q_axis is 1; they may lie past the end."""
         return self.q_start + self._count(self.q_axis)
 
     @functools.cached_property
     def kv(self) -> jax.Array:
-        """The indices of the strip's keys in the attention matrix, int32 (1, cols), or (rows, 1) if q_axis is 1."""
+        """The positions of the strip's keys, int32 (1, cols), or (rows, 1) if q_axis is 1; they may lie past the end."""
         return self.kv_start + self._count(1 - self.q_axis)
 
     @property
     def q_rows(self) -> jax.Array:
-        """Rows of query, in the shape of `q`."""
+        """The rows of query of the strip, counted in the call, in the shape of `q`."""
         return self.q_row + self._count(self.q_axis)
 
     @property
     def kv_rows(self) -> jax.Array:
-        """Rows of key, in the shape of `kv`."""
+        """The rows of key of the strip, counted in the call, in the shape of `kv`."""
         return self.kv_row + self._count(1 - self.q_axis)
 
 

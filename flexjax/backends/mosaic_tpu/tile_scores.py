@@ -36,20 +36,21 @@ SCORE, MASK, DROPOUT = range(3)
 class TileScores:
     """The programs of one kernel, with their hoisted operands.
 
-    order              which tile each grid step visits
-    score              score_mod's program, or the program of its derivatives; None: identity
-    added_prefetch     scalar-prefetch arrays that the kernel adds, before the lengths
-    check_q_end        whether entries of queries past the end must be off too; not in a forward kernel, whose results for such
-                       queries are not written
-    wants_load_slopes  whether the kernel needs the derivatives with respect to captured reads
+    plan, operands      of the call
+    order               which tile each grid step visits
+    score               score_mod's program, or the program of its derivatives; None: identity
+    added_prefetch      scalar-prefetch arrays that the kernel adds, before the lengths
+    check_q_end         whether entries of queries past the end must be off too; not in a forward kernel, whose results for such
+                        queries are not written
+    wants_load_slopes   whether the kernel needs the derivatives with respect to captured reads
 
     Set from these:
 
-    large      scores may be too large to scale before the row maximum is subtracted (analysis/large_scores.py)
-    separated  the score as c * s + bias where it has that form, the kernel needs nothing else of the program, and it is not
-               large; a kernel then calls `bias` in place of `scores`
-    lengths    int32 [B], those of queries and of keys that the call has: the last scalar-prefetch arrays of the kernel
-    hoisted    operands of the kernel
+    large       scores may be too large to scale before the row maximum is subtracted (analysis/large_scores.py)
+    separated   the score as c * s + bias where it has that form, the kernel needs nothing else of the program, and it is not
+                large; a kernel then calls `bias` in place of `scores`
+    lengths     int32 [B], those of queries and of keys that the call has: the last scalar-prefetch arrays of the kernel
+    hoisted     operands of the kernel
     """
 
     plan: KernelPlan
@@ -125,12 +126,12 @@ class TileScores:
         return bool(self.plan.lengths[1] or self.order.geometry.kv_len % self.order.geometry.block_kv)
 
     def end_of_queries(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of queries that exist in the batch entry of the visit."""
+        """In a kernel: the number of queries that exist in the batch entry of the visit; all of the call without query lengths."""
         refs = step.refs.prefetched[-len(self.lengths) :]
         return refs[0][step.visit.b] if self.plan.lengths[0] else np.int32(self.plan.q_len)
 
     def end_of_keys(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of keys that exist in the batch entry of the visit."""
+        """In a kernel: the number of keys that exist in the batch entry of the visit; all of the call without key lengths."""
         refs = step.refs.prefetched
         return refs[-1][step.visit.b] if self.plan.lengths[1] else np.int32(self.plan.kv_len)
 

@@ -39,7 +39,9 @@ def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
 
 
 def lane_sums(values: jax.Array) -> jax.Array:
-    """Partial sums of each row of (rows, columns), (rows, 128): lane l has the sum of the columns l, l + 128, l + 256, ..."""
+    """Partial sums of each row of `values` (rows, columns), as (rows, 128): lane l has the sum of the columns l, l + 128, l +
+    256, ..., and 0 if there is no such column.
+    """
     rows, cols = values.shape
     total = None
     for start in range(0, cols, LANES):
@@ -59,12 +61,12 @@ def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
 
 
 def fill(ref: jax.Ref, value: float) -> None:
-    """Sets every element of the array behind a kernel's reference to `value`."""
+    """Sets every element of the array behind a kernel's reference `ref` to `value`."""
     ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
 
 def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int32 | jax.Array) -> jax.Array:
-    """A block whose first row has number `start`, with 0 in the rows from number `length` on.
+    """A block `values` (rows, columns), whose first row has number `start`, with 0 in the rows from number `length` on.
 
     Such rows lie past the end of the array, or do not exist: a block may hold anything there, NaN included.
     """
@@ -76,7 +78,9 @@ def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int
 def round_to(x: jax.Array, dtype: str, interpret: bool) -> jax.Array:
     """`x`, float32, with its values rounded to those of `dtype`, a float dtype of 16 bits; the result is float32.
 
-    In a kernel two casts do that, which Mosaic keeps. In the interpreter XLA may drop such a pair, so
-    `tile_math.round_to` does it.
+    interpret   whether the kernel runs in the interpreter
+
+    In a kernel two casts do that, which Mosaic keeps. In the interpreter XLA may drop such a pair, so `tile_math.round_to` does
+    it.
     """
     return tile_math.round_to(x, dtype) if interpret else x.astype(dtype).astype(F32)

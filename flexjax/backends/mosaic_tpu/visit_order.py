@@ -111,11 +111,17 @@ class VisitOrder:
         raise NotImplementedError
 
     def tile_at(self, *grid_and_tables: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """In an index map: (batch entry, query head, query tile, key tile) of a grid step."""
+        """In an index map: (batch entry, query head, query tile, key tile) of a grid step.
+
+        grid_and_tables   the indices of the grid step, then the scalar-prefetch references
+        """
         raise NotImplementedError
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
-        """In a kernel: the visit of this grid step."""
+        """In a kernel: the visit of this grid step.
+
+        tables   references of the scalar-prefetch arrays of the order
+        """
         raise NotImplementedError
 
 
@@ -126,7 +132,12 @@ class DenseOrder(VisitOrder):
     """
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool):
-        """The order for a plan without block lists; for the arguments see VisitOrder."""
+        """The order for a plan without block lists.
+
+        geometry    sizes of the matrix and of the tiles
+        group       query heads of one key head
+        key_major   whether runs are columns of tiles
+        """
         self.geometry, self.group, self.key_major = geometry, group, key_major
         g = geometry
         self.overhang = bool(g.kv_len % g.block_kv or g.q_len % g.block_q)
@@ -157,11 +168,13 @@ class DenseOrder(VisitOrder):
         return b, h, i, j
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """No arrays, and None: the grid is static."""
+        """No arrays, and None: the grid is static. There is one launch, and `chunk` is not read."""
         return (), None
 
     def _kind(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array | int:
-        """The kind of the visit of a tile: an int where all visits have the same kind, else a traced scalar."""
+        """The kind of the visit of the tile with these numbers: an int where all visits have the same kind, else a traced
+        scalar: EDGE for the last query tile or key tile if it reaches past the end, else FULL.
+        """
         if len(self.kinds) == 1:
             (only,) = self.kinds
             return only

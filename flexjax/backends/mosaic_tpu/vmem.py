@@ -24,7 +24,11 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A generation of TPUs. vmem_limit: bytes of VMEM that a kernel may ask for."""
+    """A generation of TPUs.
+
+    name         as in CHIPS; "unknown" for UNKNOWN
+    vmem_limit   bytes of VMEM that a kernel may ask for
+    """
 
     name: str
     vmem_limit: int
@@ -60,7 +64,9 @@ CHIP_OF_KIND = {
 
 
 def chip_of(target: Target | None) -> Chip:
-    """The chip of a target; without a target, the chip with the most VMEM, which refuses the least."""
+    """The chip of a target; UNKNOWN for a device kind that is not in the table, as in the simulator. Without a target, the chip
+    with the most VMEM, which refuses the least.
+    """
     if target is None:
         return max(CHIPS.values(), key=lambda chip: chip.vmem_limit)
     return CHIPS.get(CHIP_OF_KIND.get(target.kind or "", ""), UNKNOWN)
@@ -68,9 +74,10 @@ def chip_of(target: Target | None) -> Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Queries and keys of a tile, and the columns of a strip: keys in the forward and dq kernels, queries in the dk/dv kernel.
+    """The sizes of a tile. The scores of one strip of it are computed at a time.
 
-    The scores of one strip are computed at a time.
+    q, kv   queries and keys of a tile
+    strip   columns of a strip: keys in the forward and dq kernels, queries in the dk/dv kernel
     """
 
     q: int
@@ -88,14 +95,15 @@ def round_up(n: int, to: int) -> int:
 
 
 def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
-    """The size of a tile along one dimension, near `wanted`; all sizes are in tokens.
+    """The size of a tile along one dimension: that of the whole length if it is at most `wanted`; else the largest legal one up
+    to `wanted`; else, if there is none, a larger one. All sizes are in tokens.
 
     length    queries or keys of the call
     block     size of the mask's blocks, None without a block mask
     quantum   the size must be a multiple of this, unless it is the whole length
 
-    A multiple of `quantum`, or the whole `length`; and a multiple or a divisor of `block`, the mask's block, unless the mask
-    has none (None) or a single one. Raises NoTile where no size up to 2048 is both.
+    Legal is a multiple of `quantum`, or the whole `length`; and a multiple or a divisor of `block`, unless there are no mask
+    blocks (None) or a single one. Raises NoTile where no size up to 2048 is both.
     """
     whole = length if block is None or length <= block else round_up(length, block)
     if whole <= max(wanted, quantum):
@@ -115,7 +123,7 @@ def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
 
 def _whole_length(length: int, block: int | None, quantum: int) -> int:
     """The size of one tile that covers the whole length: the length, rounded up to a multiple of `quantum` if it is longer than
-    that, and to whole mask blocks if the mask has several.
+    that, and to whole mask blocks (`block` tokens each, None without) if the mask has several.
     """
     if block is None or length <= block:
         return round_up(length, quantum) if length > quantum else length
@@ -125,7 +133,9 @@ def _whole_length(length: int, block: int | None, quantum: int) -> int:
 def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:
     """(queries, keys) of a legal tile near the wanted sizes: `tile_size` of both, and at most 32 mask blocks of keys.
 
-    Raises NoTile if no legal tile exists for the plan's lengths and mask blocks.
+    wanted_q, wanted_kv   where an origin has several runs, first cut to a divisor of a run
+
+    Raises NoTile if no legal tile exists for the plan's lengths, mask blocks and runs.
     """
     blocks, origin = plan.blocks, plan.origin
     if origin is not None and origin.query_runs > 1:
