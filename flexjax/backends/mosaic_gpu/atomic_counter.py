@@ -23,12 +23,14 @@ MEMORY = plgpu.RefType()
 
 
 def take(counter: Ref, shared: Ref) -> Scalar:
-    """Adds one to `counter` and returns what it was before, the same number in all threads of the calling warpgroup.
+    """One thread of the calling warpgroup adds one to `counter`; returns what the counter was before, the same number
+    in all threads of the warpgroup. Not for the simulator, which has no atomic instructions.
 
     counter   [1] int32 in global memory
     shared    [1] int32 in shared memory, through which one thread passes the number to the others
 
     The threads of the warpgroup meet at a barrier between the write and the read of `shared`, but not after the read.
+    So they must meet once more before the next call with the same `shared`.
     """
 
     @inline_mgpu(MEMORY, MEMORY, returns=SCALAR_INT)
@@ -49,11 +51,12 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
 
 def take_start(counter: Ref, word: Ref) -> None:
-    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA, whose
-    threads then meet at a barrier. Other warpgroups need a barrier of their own before they read it.
+    """One thread of the calling warpgroup adds one to `counter` and writes what the counter was before to `word`; the
+    threads of the warpgroup then meet at a barrier. One warpgroup of the CTA calls it, with all threads; the other
+    warpgroups need a barrier of their own before they read `word`. Not for the simulator.
 
-    counter, word   [1] int32 in global memory. `word` lies there because the kernel that uses this has no shared
-                    memory to spare
+    counter, word   [1] int32 in global memory. `word` lies there because the kernel that uses this has no shared memory
+                    to spare
     """
 
     @inline_mgpu(MEMORY, MEMORY)

@@ -57,15 +57,16 @@ class DkvTiles(typing.NamedTuple):
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the dK/dV kernel; G computing warpgroups.
+    """Shared memory of a CTA of the dK/dV kernel; G computing warpgroups, D stands for the padded head dim, E for
+    values.
 
-    query, d_out         [slots * parts, queries, D] rings
-    stats                [query slots, 2, queries] lse2 and delta of the queries in `query`
-    key, value           [G * parts, rows, D] the CTA's own keys and values; dK and dV leave through them
-    query_full, out_full [slots] a tile has arrived; `query_full` also counts its statistics and its staged tile
-    own_full             [G] the keys and values of a warpgroup have arrived
-    query_free, out_free [slots] all warpgroups have read a tile
-    staged               [query slots, queries, keys] tiles of the staged array, None without one
+    query, d_out           [slots * parts, queries, D or E] rings
+    stats                  [query slots, 2, queries] lse2 and delta of the queries in `query`
+    key, value             [G * parts, rows, D or E] the CTA's own keys and values; dK and dV leave through them
+    query_full, out_full   [slots] a tile has arrived; `query_full` also counts its statistics and its staged tile
+    own_full               [G] the keys and values of a warpgroup have arrived
+    query_free, out_free   [slots] all warpgroups have read a tile
+    staged                 [query slots, queries, keys] tiles of the staged array, None without one
     """
 
     query: Part
@@ -178,7 +179,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of a CTA of the split dK/dV kernel with these ring depths.
+    """The shared memory of a CTA of the split dK/dV kernel with the ring depths of `tiles`.
 
     Each barrier of `own_full` expects parts + 1 arrivals: those for K and V one of each copy and one of the copying
     warpgroup; the last one an arrival of the dV warpgroup and `parts` of the dK warpgroup. Barriers of full slots

@@ -70,16 +70,17 @@ class StagedRing(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the dQ kernel; E batch entries, G computing warpgroups.
+    """Shared memory of a CTA of the dQ kernel; G computing warpgroups, N batch entries, D stands for the padded head
+    dim, E for values.
 
-    query, d_out          [G * E * parts, rows, D] the CTA's own queries and their dO; dQ leaves through `query`
-    key, value            [slots * parts, keys, D] rings
-    own_full              [G] Q and dO of a warpgroup have arrived
-    key_full, value_full  [slots] a tile has arrived
-    key_free, value_free  [slots] all warpgroups have read a tile
-    staged                ring of the staged array, None without one
-    direct_gradients      for each direct gradient [G, rows, keys], a tile on its way out
-    exchange              of the partial sums of S and dP; None where a CTA has all columns
+    query, d_out           [G * N * parts, rows, D or E] the CTA's own queries and their dO; dQ leaves through `query`
+    key, value             [slots * parts, keys, D or E] rings
+    own_full               [G] Q and dO of a warpgroup have arrived
+    key_full, value_full   [slots] a tile has arrived
+    key_free, value_free   [slots] all warpgroups have read a tile
+    staged                 ring of the staged array, None without one
+    direct_gradients       for each direct gradient [G, rows, keys], a tile on its way out
+    exchange               of the partial sums of S and dP; None where a CTA has all columns
     """
 
     query: Part

@@ -54,19 +54,19 @@ class FusedTiles(typing.NamedTuple):
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the fused kernel.
+    """Shared memory of a CTA of the fused kernel; D stands for the padded head dim, E for values.
 
-    query, d_out          [slots, queries, D] rings
-    stats                 [query slots, 2, queries] lse2 and delta of the queries in `query`
-    key, value            [FUSED_KEYS, D] the CTA's own keys and values; dK and dV leave through them
-    ds                    [DS_SLOTS, FUSED_KEYS, queries] dS^T of both warpgroups
-    dq                    [slots, GROUPS * ROWS, columns] finished dQ tiles on their way to memory, float32
-    query_full, out_full  [slots] a tile has arrived; `query_full` also counts its statistics
-    own_full              the CTA's keys and values have arrived
-    query_free, out_free  [slots] both warpgroups have read a tile
-    ds_ready              both warpgroups have written their dS^T
-    dq_full, dq_free      [slots] a dQ tile is written, is read
-    started               the CTA's start number (dq_order.py) is in memory
+    query, d_out           [slots, queries, D or E] rings
+    stats                  [query slots, 2, queries] lse2 and delta of the queries in `query`
+    key, value             [FUSED_KEYS, D or E] the CTA's own keys and values; dK and dV leave through them
+    ds                     [DS_SLOTS, FUSED_KEYS, queries] dS^T of both warpgroups
+    dq                     [slots, GROUPS * ROWS, `dq_columns`] finished dQ tiles on their way to memory, float32
+    query_full, out_full   [slots] a tile has arrived; `query_full` also counts its statistics
+    own_full               the CTA's keys and values have arrived
+    query_free, out_free   [slots] both warpgroups have read a tile
+    ds_ready               both warpgroups have written their dS^T
+    dq_full, dq_free       [slots] a dQ tile is written, is read
+    started                the CTA's start number (dq_order.py) is in memory
     """
 
     query: Part
@@ -88,10 +88,11 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
-    """The shared memory of a CTA of the fused kernel with these sizes.
+    """The shared memory of a CTA of the fused kernel with the sizes of `tiles`.
 
     Q, K and dS^T are swizzled over the bytes of the dQ columns of one computing warpgroup, at most 128, the rest over
-    the default. Barriers of copies expect one arrival, or two for Q with its statistics and for K with V.
+    the default. Barriers of copies expect one arrival, or two for Q with its statistics and for K with V; `ds_ready`,
+    `dq_full` and the free barriers of Q and dO one of each computing warpgroup; `dq_free` and `started` one.
     """
     dim, value_dim = padded_dims(plan)
     columns = tiles.dq_columns(dim)

@@ -199,6 +199,8 @@ class FusedVisits:
             def visit(i: Scalar, q_tile: Scalar, masked: bool | Scalar) -> None:
                 """Calls `step` for the i-th entry of the list, query tile `q_tile`; for all heads of the group where
                 `heads_inside`.
+
+                masked   whether the mask applies, as `step` gets it
                 """
                 if not self.heads_inside:
                     step(typing.cast(State, state), h, q_tile, before + i, masked)

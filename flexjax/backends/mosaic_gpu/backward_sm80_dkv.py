@@ -50,10 +50,13 @@ def backward_dkv(
     key: bool,
     value: bool,
 ) -> Outputs[jax.Array]:
-    """dK (`key`) and dV (`value`), one CTA for each key tile of each key head. What lies past the ends is undefined.
+    """Runs the dK/dV kernel, one CTA for each key tile of each key head: dK, times scale, and dV, in the shapes and
+    dtypes of the padded keys and values. What lies past the ends is undefined.
 
-    lists   the block lists of each key block; of a head, CTAs with the most visits start first
-    tiles   sizes of the kernel
+    call         plan, programs and padded arrays of the call
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
+    tiles        sizes of the kernel
+    key, value   whether dK, whether dV is computed; the field of one that is not is None
     """
     plan, tokens = call.plan, call.tokens
     kv_tiles = -(-plan.kv_len // tiles.owned)
@@ -88,7 +91,7 @@ def backward_dkv(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(VisitingCta):
-    """A CTA that owns a tile of keys.
+    """A CTA that owns a tile of keys, as one of its warpgroups sees it.
 
     outputs    Refs to the results
     key_head   of the keys
@@ -98,7 +101,9 @@ class _Cta(VisitingCta):
     key_head: Scalar
 
     def compute(self) -> None:
-        """dK (times scale) and dV of this warpgroup's keys, in the dtypes of keys and values."""
+        """What each warpgroup does: it helps to copy the CTA's keys and values, makes all visits, and writes dK (times
+        scale) and dV of its own keys to `outputs`, in the dtypes of keys and values, without keys past the end.
+        """
         plan, tokens, sequence, rows = self.plan, self.inputs.tokens, self.sequence, self.tiles.rows
         kv0, scratch = self.group_start, self.visited.scratch
         self.visited.begin((tokens.key, tokens.value), self.key_head, self.own_start, plan.kv_len, sequence.first())
@@ -106,7 +111,9 @@ class _Cta(VisitingCta):
         sums = Sums(zero(self.outputs.d_key, scratch.own_first), zero(self.outputs.d_value, scratch.own_second))
 
         def begin(head: Scalar) -> RowMath:
-            """P and dS of this warpgroup's keys for one query head."""
+            """P and dS of this warpgroup's keys for one query head; `head` is its number among those that read the key
+            head.
+            """
             return self.math.at_rows(sequence.b, sequence.first_head + head, kv0, self.inputs.captures)
 
         found = sequence.each(begin, self.add_visit, sums)
@@ -117,7 +124,13 @@ class _Cta(VisitingCta):
                 write_rows(gradient.astype(target.dtype), target, plan.kv_len - kv0, plan.options.interpret)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, sums: Sums) -> Sums:
-        """The sums with one visit added, as `VisitSequence.each` calls it; `rows` is P and dS for the head of the visit."""
+        """Makes one visit, as `VisitSequence.each` calls it: waits for the visited tiles, computes P and dS of this
+        warpgroup's keys, and returns the sums with dV and dK of the tile added; sums that are None stay None.
+
+        rows    P and dS for the query head of the visit
+        visit   the visit
+        sums    before the visit
+        """
         interpret, head = self.plan.options.interpret, self.sequence.first_head + visit.head
         tile = rows.at_columns(visit.start, visit.masked)
         q_tile, out_tile = self.visited.arrive(visit)

@@ -34,11 +34,13 @@ def backward_dq(
     tiles: Tiles,
     gradients: tuple[DirectGradient, ...],
 ) -> DqOutputs[jax.Array]:
-    """dQ and the direct gradients, one CTA for each query tile of each query head. What lies past the ends is undefined.
+    """Runs the dQ kernel, one CTA for each query tile of each query head: dQ, times scale, in the shape and dtype of
+    the padded queries, and the direct gradients. What lies past the ends is undefined.
 
+    call        plan, programs and padded arrays of the call
     lists       the block lists of each query block; of a head, CTAs with the most visits start first
     tiles       sizes of the kernel
-    gradients   the direct gradients
+    gradients   the direct gradients, which may be none; each is written in the shape of its `whole_tiles`
     """
     plan, tokens = call.plan, call.tokens
     q_tiles = -(-plan.q_len // tiles.owned)
@@ -79,7 +81,7 @@ def backward_dq(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(VisitingCta):
-    """A CTA that owns a tile of queries.
+    """A CTA that owns a tile of queries, as one of its warpgroups sees it.
 
     outputs     Refs to the results
     gradients   the direct gradients
@@ -89,14 +91,19 @@ class _Cta(VisitingCta):
     gradients: tuple[DirectGradient, ...]
 
     def compute(self) -> None:
-        """dQ of this warpgroup's queries, times scale, in the dtype of the queries; and the direct gradients."""
+        """What each warpgroup does: it helps to copy the CTA's queries and dO, makes all visits, and writes dQ of its
+        own queries, times scale, to `outputs.d_query` in the dtype of the queries, without queries past the end. It
+        writes direct gradients tile by tile during the visits, and zeros to the tiles that it does not visit.
+        """
         plan, tokens, sequence, q0 = self.plan, self.inputs.tokens, self.sequence, self.group_start
         b, h, size = sequence.b, sequence.first_head, self.tiles.rows
         lse2, delta = self.statistics(h, q0, size, ALONG_ROWS)
         self.visited.begin((tokens.query, tokens.d_out), h, self.own_start, plan.q_len, sequence.first())
 
         def step(rows: RowMath, visit: VisitNow, dq: jax.Array) -> jax.Array:
-            """dQ after one more visit, as `VisitSequence.each` calls it."""
+            """dQ after one more visit: `add_visit` with this warpgroup's row statistics, in the form in which
+            `VisitSequence.each` calls it.
+            """
             return self.add_visit(rows, visit, dq, lse2, delta)
 
         rows = lambda _: self.math.at_rows(b, h, q0, self.inputs.captures)
@@ -106,10 +113,13 @@ class _Cta(VisitingCta):
         write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - q0, plan.options.interpret)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, dq: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.Array:
-        """dQ, [rows, D] float32, with dS K of one visit added; writes the direct gradients of its tile.
+        """Makes one visit: waits for the visited tiles, writes the direct gradients of the tile, and returns `dq` with
+        dS K of the tile added.
 
-        rows            P and dS of this warpgroup's rows
-        lse2, delta     [rows], row statistics
+        rows          P and dS of this warpgroup's rows
+        visit         the visit
+        dq            [rows, D] float32, the sum before the visit
+        lse2, delta   [rows], row statistics
         """
         interpret = self.plan.options.interpret
         tile = rows.at_columns(visit.start, visit.masked)
@@ -130,11 +140,19 @@ class _Cta(VisitingCta):
         return dq
 
     def gradient_tile(self, one: DirectGradient, output: Ref, kv0: Scalar) -> Ref:
-        """This warpgroup's part of the tile of a direct gradient from key kv0 on."""
+        """A Ref to the part of a direct gradient's array that belongs to this warpgroup's queries and the keys of a
+        visited tile; nothing is read or written.
+
+        one      the direct gradient
+        output   its array in global memory
+        kv0      first key of the tile
+        """
         return one.tile(output, self.sequence.b, self.sequence.first_head, self.group_start, kv0, self.math.shape)
 
     def write_zeros(self) -> None:
-        """Zeros in the tiles of direct gradients that the block mask skips."""
+        """Writes zeros to the tiles of all direct gradients at this warpgroup's queries and the keys that the block
+        mask skips. Nothing without direct gradients or without a block mask.
+        """
         skipped, sequence = self.inputs.skipped, self.sequence
         own = skipped, sequence.b, sequence.first_head, sequence.tile
         if not self.gradients or skipped.full_num is None:
@@ -143,7 +161,7 @@ class _Cta(VisitingCta):
 
         @pl.loop(0, count)
         def one_tile(i: Scalar) -> None:
-            """Zeros in one tile of each direct gradient."""
+            """Writes zeros to the i-th skipped tile of each direct gradient."""
             kv0 = sequence.visits.tile(*own, i, False) * self.tiles.visited
             for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
                 self.gradient_tile(one, output, kv0)[...] = zero_tile(self.math.shape).astype(one.dtype)

@@ -52,13 +52,15 @@ class Tiles:
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of either kernel. "First" are the operands of the scores (queries or keys), "second" those of dP (dO or
-    values).
+    """Shared memory of a CTA of either kernel. "First" are the operands of the scores (queries or keys), "second" those
+    of dP (dO or values); D and E are the padded head dims of queries and values.
 
     own_first, own_second   [owned, D or E] the CTA's own tokens
     first, second           [slots, visited, D or E] visited tiles
-    own_full, full          the own tokens have arrived; [slots] a visited tile has. None with cp.async
-    meeting                 the CTA's barrier in the simulator
+    own_full, full          one barrier: the own tokens have arrived; [slots] barriers: a visited tile has. None with
+                            cp.async
+    meeting                 the barrier that stands for the CTA's in the simulator; None on the device and for one
+                            warpgroup
     """
 
     own_first: Part
@@ -71,7 +73,9 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def scratch(plan: KernelPlan, tiles: Tiles) -> Scratch[Description]:
-    """The shared memory of a CTA of either kernel with these sizes. Every warpgroup copies its share of both tiles of a slot."""
+    """The shared memory of a CTA of either kernel with the sizes of `tiles`. The barriers of TMA expect two arrivals of
+    each warpgroup, because every warpgroup copies its share of both tiles of a slot.
+    """
     dim, value_dim = padded_dims(plan)
     arrivals = 2 * tiles.groups
     by_tma = tiles.copying == "tma"
@@ -105,19 +109,25 @@ DKV_SIZES: dict[int, tuple[Size, ...]] = {
 
 
 def dq_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
-    """Sizes of the dQ kernel that fit the plan, its block mask, the options and the card, the expected best first."""
+    """Sizes of the dQ kernel that fit the plan, its block mask, block_q_bwd and the shared memory and registers of the
+    card, the expected best first; empty if none fit.
+    """
     block = None if plan.blocks is None else plan.blocks.block_q
     return _fitting(plan, card, DQ_SIZES, block, plan.options.block_q_bwd)
 
 
 def dkv_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
-    """The same for the dK/dV kernel."""
+    """Sizes of the dK/dV kernel that fit the plan, its block mask, block_kv_bwd and the shared memory and registers of
+    the card, the expected best first; empty if none fit.
+    """
     block = None if plan.blocks is None else plan.blocks.block_kv
     return _fitting(plan, card, DKV_SIZES, block, plan.options.block_kv_bwd)
 
 
 def refuses(plan: KernelPlan, card: Card) -> str | None:
-    """A sentence that says why no sizes are those that block_q_bwd or block_kv_bwd ask for; None if some are."""
+    """A sentence that says that the kernels have no tile on this card with the block_q_bwd or, if that fits, the
+    block_kv_bwd that the options ask for; None if both have one.
+    """
     for name, found in (("block_q_bwd", dq_candidates(plan, card)), ("block_kv_bwd", dkv_candidates(plan, card))):
         if not found:
             return (
@@ -131,11 +141,16 @@ def refuses(plan: KernelPlan, card: Card) -> str | None:
 def _fitting(
     plan: KernelPlan, card: Card, sizes: dict[int, tuple[Size, ...]], block: int | None, asked: int | None
 ) -> tuple[Tiles, ...]:
-    """The sizes that fit the card, whose owned tokens divide a block of the mask (None: there are no blocks) and are those that the
-    options ask for (None: any).
+    """The sizes among `sizes` that fit the plan's head dims and the card, the expected best first; empty if none do.
 
-    Sizes of which an SM holds two warpgroups come first, because one multiplies while the other computes probabilities. On the cards with
-    SMALL_MEMORY the tensor cores are slower than shared memory at every size, so 64 rows, which take fewer registers, go before 128.
+    sizes   largest padded head dim -> (rows, groups, visited, slots) of each candidate
+    block   tokens of a block of the mask on the owned axis, which the owned tokens must divide; None: there are no
+            blocks
+    asked   the owned tokens that the options ask for; None: any
+
+    Sizes of which an SM holds two warpgroups come first, because one multiplies while the other computes probabilities.
+    On the cards with SMALL_MEMORY the tensor cores are slower than shared memory at every size, so 64 rows, which take
+    fewer registers, go before 128.
     """
     dim = max(padded_dims(plan))
     made = [Tiles(card.copying, *size) for size in sizes[next(most for most in sizes if dim <= most)]]

@@ -101,8 +101,8 @@ class VisitSequence:
         return self._from(jnp.int32(0))
 
     def after(self, visit: Visit) -> Visit:
-        """The visit that follows `visit`, in its head or in the next head with a visit; if none follows, a Visit whose head is
-        `heads`, also for a `visit` that does not exist itself.
+        """The visit that follows `visit`, in its head or in the next head with a visit; if none follows, a Visit whose
+        head is `heads` or more, also for a `visit` that does not exist itself.
         """
         head = jnp.minimum(visit.head, self.heads - 1)
         counts = self.counts(head)
@@ -112,7 +112,9 @@ class VisitSequence:
         return cond(more, same, lambda: self._from(visit.head + 1))
 
     def _from(self, head: Scalar) -> Visit:
-        """The first visit of the heads from `head` on; if they have none, a Visit whose head is `heads`."""
+        """The first visit of the heads from `head` on, found in their lists; if they have none, a Visit whose head is
+        `heads` or more, with step and start 0.
+        """
         total = lambda n: sum(self.counts(n))
         if self.heads == 1:
             exists = (head == 0) & (total(jnp.int32(0)) > 0)
@@ -144,17 +146,30 @@ class VisitSequence:
         step: Callable[[State, VisitNow, Carry], Carry],
         carry: Carry,
     ) -> Carry:
-        """carry = step(begin(head), visit, carry) for every visit; returns the last carry.
+        """Makes all visits in order: calls carry = step(begin(head), visit, carry) for each; returns the last carry,
+        the given one if there is no visit.
 
-        begin   number of a head -> what `step` gets for all visits of this head
+        begin   number of a head -> what `step` gets for all visits of this head; called once a head, also for a head
+                without visits
+        step    (what `begin` returned, the visit, carry) -> carry; called for the unmasked visits of a head, then for
+                its masked ones
+        carry   what the first visit gets, such as accumulators
         """
 
         def one_head(head: Scalar, carried: tuple) -> tuple:
-            """The visits of one head."""
+            """Makes the visits of one head, the unmasked ones first; returns `carried` after them.
+
+            carried   (first token of the next visit, the visit after that, number of the next visit, carry)
+            """
             counts, state = self.counts(head), begin(head)
 
             def one(_: Scalar, carried: tuple, masked: bool) -> tuple:
-                """One visit; the visit after the next is read meanwhile."""
+                """Makes the next visit, and meanwhile reads from the lists which visit comes two visits later; returns
+                `carried` after it.
+
+                carried   as for `one_head`
+                masked    whether the mask applies to the visit
+                """
                 start, following, number, carry = carried
                 now = VisitNow(head, start, number, masked, following)
                 return following.start, self.after(following), number + 1, step(state, now, carry)
@@ -173,12 +188,14 @@ class VisitSequence:
 
 @dataclasses.dataclass(frozen=True)
 class VisitedTiles:
-    """The slots of the visited tiles, and the CTA's own tokens, inside a kernel.
+    """The slots of the visited tiles, and the CTA's own tokens, inside a kernel. All warpgroups of the CTA call each
+    method, in the same order, because each copies its share.
 
     plan       of the call
     tiles      sizes of the kernel
     scratch    with the slots and barriers
-    arrays     of the visited axis: what the scores need (queries or keys) and what dP needs (dO or values), in global memory
+    arrays     of the visited axis: what the scores need (queries or keys) and what dP needs (dO or values), in global
+               memory
     length     tokens of the visited axis
     sequence   which tiles are visited
     """
@@ -215,8 +232,8 @@ class VisitedTiles:
         copies.wait(arrived, 1)
 
     def own(self) -> tuple[Ref, Ref]:
-        """This warpgroup's own tokens in shared memory, [rows, D] and [rows, E], at addresses that the compiler does not keep in
-        registers.
+        """Refs to this warpgroup's own tokens in shared memory, [rows, D] and [rows, E], at addresses that the compiler
+        does not keep in registers.
         """
         group, interpret = self.copies.group, self.plan.options.interpret
         first = not_hoisted(jnp.asarray(group, jnp.int32), interpret) * self.tiles.rows
@@ -224,7 +241,9 @@ class VisitedTiles:
         return self.scratch.own_first.at[rows], self.scratch.own_second.at[rows]
 
     def arrive(self, visit: VisitNow) -> tuple[Ref, Ref]:
-        """Waits until the tiles of a visit are there, and returns them; starts the copies of the next ones where a slot is free."""
+        """Waits until the tiles of a visit are there, and returns Refs to them, [visited, D] and [visited, E]; with two
+        slots it then starts the copies of the next visit's tiles. Called once a visit, before the tiles are read.
+        """
         slot = slot_of(visit.number, self.tiles.slots)
         self.copies.wait(None if self.scratch.full is None else self.scratch.full.at[slot], 0)
         if self.tiles.slots > 1:
@@ -233,20 +252,26 @@ class VisitedTiles:
         return self.scratch.first.at[slot], self.scratch.second.at[slot]
 
     def leave(self, visit: VisitNow) -> None:
-        """After the last read of the tiles of a visit: starts the copies of the next ones where there is one slot."""
+        """Called once a visit, after the last read of its tiles: with one slot, waits until all warpgroups are here and
+        starts the copies of the next visit's tiles; nothing with two, where `arrive` has started them.
+        """
         if self.tiles.slots == 1:
             self.copies.sync()
             self._fetch(visit.following, visit.number + 1)
             self.copies.commit()
 
     def _fetch(self, visit: Visit, number: Scalar) -> None:
-        """Starts the copies of the tiles of a visit, if there is such a visit, to the slot of this number."""
+        """Starts the copies of both tiles of a visit to their slots, and does not wait; nothing if there is no such
+        visit.
+
+        number   of the visit over all visits of the CTA, which gives the slot
+        """
         slot, sequence = slot_of(number, self.tiles.slots), self.sequence
         arrived = None if self.scratch.full is None else self.scratch.full.at[slot]
 
         @when(visit.head < sequence.heads)
         def copy() -> None:
-            """Copies both tiles."""
+            """Starts the copies of this warpgroup's share of both tiles."""
             head = sequence.visited_head(visit.head)
             for array, target in zip(self.arrays, (self.scratch.first, self.scratch.second), strict=True):
                 source = rows_of(array, self.plan.layout, sequence.b, head, visit.start, self.tiles.visited)

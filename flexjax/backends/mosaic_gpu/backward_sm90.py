@@ -32,7 +32,12 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
 
 
 def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
-    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
+    """Runs the backward pass on Hopper: the gradients of the wanted operands, each in the shape and dtype of its
+    operand; None for the others.
+
+    plan    of the call, as `support` takes it; its extra features are joined to the head dim here
+    given   operands and results of the forward pass, cotangents of the results, which gradients are wanted, and
+            score_mod with its derivatives
 
     The fused kernel runs only if gradients on both sides, queries and keys or values, are wanted. Otherwise a kernel
     runs only if one of its gradients is wanted. The dQ kernel also writes the direct gradients of captured arrays
@@ -80,12 +85,14 @@ def gradients_of(
     d_value: jax.Array | None,
     captured: tuple[jax.Array | None, ...],
 ) -> Gradients:
-    """The gradients of a call from what its kernels computed: cut to the sizes of the call, with extra features of their own, and that
-    of the sinks.
+    """The gradients of a call from what its kernels computed: cut to the sizes of the call, the extra features apart
+    from the head dim, and with the gradient of the sinks; None for those that are not wanted.
 
+    plan                      of the call, with extra features apart
+    operands                  of the call, of which the sinks are read
     stats                     row statistics (row_statistics.py)
-    d_query, d_key, d_value   padded, with extra features in the head dim; None for those that are not wanted
-    captured                  of the captured arrays of score_mod
+    d_query, d_key, d_value   padded, with extra features in the head dim; None for those that are not computed
+    captured                  of the captured arrays of score_mod, returned as they are
     """
     d_query, d_query_extra = _split_extra(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split_extra(plan, d_key, plan.kv_len)
@@ -129,11 +136,14 @@ def captured_gradients(
     """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture
     kernel, which runs only if such arrays are wanted.
 
-    plan     with extra features joined to the head dim
-    tokens   padded arrays over tokens
-    bias     says which array is staged
-    direct   gradients that the dQ kernel wrote, by the number of the captured array
-    card     whose mma.sync kernels run; None: those for Hopper do
+    plan         with extra features joined to the head dim
+    operands     of the call
+    tokens       padded arrays over tokens
+    wanted       which gradients are asked for
+    derivative   score_mod with its derivatives; None without a score_mod
+    bias         says which array is staged
+    direct       gradients that the dQ kernel wrote, by the number of the captured array
+    card         whose mma.sync kernels run; None: those for Hopper do
 
     None for what is not wanted, and for every array without a score_mod.
     """

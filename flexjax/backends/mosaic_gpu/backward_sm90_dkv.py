@@ -50,9 +50,10 @@ def backward_dkv(
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in parts in the shapes of the padded keys and values, by the dK/dV kernel: one CTA for each key tile of
-    each key head.
+    """Runs the dK/dV kernel, one CTA for each key tile of each key head: dK, times scale, and dV, in parts in the
+    shapes of the padded keys and values.
 
+    call    plan, programs and padded arrays of the call
     lists   the block lists of each key block; of a head, CTAs with the most visits start first
     tiles   sizes of the kernel
     bias    which captured array is staged, if `tiles` has slots for it
@@ -92,7 +93,7 @@ class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
-    tiles        sizes of the kernel
+    tiles             sizes of the kernel
     staging           of a pair bias; None: none is staged
     own               the key tile that the CTA owns
     rings             of Q and dO
@@ -125,13 +126,15 @@ class _Cta(TileCta):
         plgpu.barrier_wait(scratch.own_full.at[group])
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits; returns (dK times scale, dV), [rows, D] and [rows, E] float32, from their
-            accumulators.
+            """Makes all visits, which add to the accumulators; returns (dK times scale, dV), [rows, D] and [rows, E]
+            float32.
+
+            dk_acc, dv_acc   accumulators of dK without scale and of dV, 0 at the start
             """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV; `rows` is P and dS of the
-                warpgroup's keys for head h.
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV; `rows` is P and dS of the warpgroup's
+                keys for head h, the other arguments are as at the top of this file.
                 """
                 self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
 
@@ -214,7 +217,10 @@ class _Cta(TileCta):
             return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
 
         def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-            """Copies Q, dO and, if a pair bias is staged, its tile, for one visit; `source` is what `begin` returned."""
+            """Starts the copies of Q, row statistics, dO and, if a pair bias is staged, its tile, for one visit, as
+            `KeyTileVisits.each` calls it; each waits until its slot is free. `source` is what `begin` returned;
+            `masked` is not read.
+            """
 
             def fetch_staged(q_slot: Scalar) -> None:
                 """Starts the copy of the staged tile, which arrives at the barrier of slot `q_slot` of Q."""

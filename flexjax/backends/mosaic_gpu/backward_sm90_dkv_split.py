@@ -43,9 +43,11 @@ def backward_dkv_split(
     lists: VisitLists[jax.Array],
     tiles: SplitDkvTiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV in parts in the shapes of the padded keys and values, by the split dK/dV kernel: one CTA for each tile of
-    SPLIT_KEYS keys of each key head. Nothing is staged.
+    """Runs the split dK/dV kernel, one CTA for each tile of SPLIT_KEYS keys of each key head (a cluster of CTAs where
+    these share the columns): dK, times scale, and dV, in parts in the shapes of the padded keys and values. Nothing is
+    staged.
 
+    call    plan, programs and padded arrays of the call
     lists   the block lists of each key block; of a head, CTAs with the most visits start first
     tiles   ring depths of the kernel
     """
@@ -86,7 +88,7 @@ class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
-    tiles        ring depths
+    tiles             ring depths
     own               the key tile that the CTA owns
     kv0               its first key
     rings             of Q and dO
@@ -110,8 +112,9 @@ class _Cta(TileCta):
         return PartialSums(self.scratch.exchange, group, self.interpret)
 
     def own_tile(self, tile: Ref) -> tuple[Ref, ...]:
-        """The parts of the CTA's keys or values in shared memory; `tile` is `Scratch.key` or `.value`. The slot number
-        is hidden from the compiler (`not_hoisted`), so that addresses do not stay in registers from visit to visit.
+        """The parts of the CTA's keys or values in shared memory; `tile` is `SplitScratch.key` or `.value`. The slot
+        number is hidden from the compiler (`not_hoisted`), so that addresses do not stay in registers from visit to
+        visit.
         """
         return slot_parts(tile, common.not_hoisted(jnp.int32(0), self.interpret), self.parts)
 
@@ -129,8 +132,8 @@ class _Cta(TileCta):
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
-            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32. In the simulator it
-            also waits until every tile of P was read.
+            """Makes all visits of the CTA, which add P^T dO (P with dropout) to `dv_acc`; returns the sum dV,
+            [SPLIT_KEYS, E] float32. In the simulator it also waits until every tile of P was read.
             """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
@@ -188,7 +191,9 @@ class _Cta(TileCta):
         plgpu.barrier_wait(scratch.own_full.at[VALUES_ARRIVED])
 
         def accumulate(dk_acc: Ref) -> jax.Array:
-            """Makes all visits of the CTA; returns the sum of dS^T Q times scale, dK, [SPLIT_KEYS, D] float32."""
+            """Makes all visits of the CTA, which add dS^T Q to `dk_acc`; returns the sum times scale, dK, [SPLIT_KEYS,
+            D] float32.
+            """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dK; waits for Q, dO and P and frees their slots
@@ -267,7 +272,9 @@ class _Cta(TileCta):
             plgpu.barrier_arrive(arrived)
 
         def step(_: None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it."""
+            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it, each once
+            its slot is free; `masked` is not read.
+            """
             self.rings.fill(self.own.b, h, q0, number)
 
         self.rings.drain(self.own.each(lambda h: None, step))

@@ -45,9 +45,10 @@ def backward_dq(
     tiles: DqTiles,
     bias: DenseBiasPlan,
 ) -> DqOutputs[jax.Array]:
-    """dQ in parts in the shape of the padded queries, and the direct gradients of `bias`: one CTA for each query tile of each query
-    head, of `tiles.batch_entries` batch entries together.
+    """Runs the dQ kernel, one CTA for each query tile of each query head, of `tiles.batch_entries` batch entries
+    together: dQ, times scale, in parts in the shape of the padded queries, and the direct gradients of `bias`.
 
+    call    plan, programs and padded arrays of the call
     lists   the block lists of each query block; of a head, CTAs with the most visits start first
     tiles   sizes of the kernel
     bias    which captured array is staged, if `tiles` has slots for it, and which gradients this kernel writes
@@ -185,10 +186,10 @@ class _Cta(TileCta):
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
-            """Makes the visits without the mask, then those with it; returns the sum of dS K times scale, dQ, [rows, D]
-            float32, of each batch entry.
+            """Makes the visits without the mask, then those with it, which add to the accumulators; returns the sum of
+            dS K times scale, dQ, [rows, D] float32, of each batch entry.
 
-            dq_accs   an accumulator for each batch entry
+            dq_accs   an accumulator of dS K for each batch entry, 0 at the start
             """
             step = functools.partial(self.visit, group=group, owned=owned, rows=rows, dq_accs=dq_accs, writer=writer)
             pl.loop(0, self.counts.unmasked)(functools.partial(step, masked=False))

@@ -147,9 +147,10 @@ def backward_fused(
     lists: VisitLists[jax.Array],
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dQ, dK, dV) in the shapes of the padded queries, keys and values, by the fused kernel: one CTA for each tile of
-    FUSED_KEYS keys of each key head.
+    """(dQ, dK, dV), dQ and dK times scale, in the shapes of the padded queries, keys and values, by the fused kernel:
+    one CTA for each tile of FUSED_KEYS keys of each key head.
 
+    call     plan, programs and padded arrays of the call
     lists    the block lists of each key block
     chosen   sizes of the kernel, and whether its additions to dQ have a fixed order (dq_order.py) or any
 
@@ -274,7 +275,9 @@ class _Cta:
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it."""
+            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it, each once its
+            slot is free; `masked` is not read.
+            """
             self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
 
         self.rings.drain(setup.visits.each(self.inputs.visits, own, lambda h: None, step))
@@ -296,7 +299,9 @@ class _Cta:
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Adds the dQ tile of one visit to memory, as `FusedVisits.each` calls it."""
+            """Adds the dQ tile of one visit to memory (`add_dq_tile`), as `FusedVisits.each` calls it; `masked` is not
+            read.
+            """
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 
         setup.visits.each(self.inputs.visits, own, lambda h: None, step)
@@ -425,14 +430,18 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and [ROWS,
-            E] float32.
+            """Makes all visits of the CTA, which add to the accumulators; returns (dK times scale, dV) of this
+            warpgroup's keys, [ROWS, D] and [ROWS, E] float32.
+
+            dk_acc, dv_acc   accumulators of dK without scale and of dV, 0 at the start
 
             Where dQ is late, it also hands over the last visit's dQ, which no later visit does.
             """
 
             def step(rows: RowMath, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-                """Adds one visit, as `FusedVisits.each` calls it, to dK, dV and dQ."""
+                """Adds one visit to dK and dV and hands over a dQ tile (`visit`), as `FusedVisits.each` calls it;
+                `rows` is P and dS of this warpgroup's keys for head h.
+                """
                 self.visit(rows, q_tile, number, masked, dk_acc, dv_acc)
 
             if setup.dq_is_late:
@@ -530,7 +539,11 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.ds_ready)
 
         def own_dq(dq_acc: Ref) -> jax.Array:
-            """This warpgroup's half of dQ of the visit, float32; frees the slot of Q once dK's product has read it."""
+            """This warpgroup's half of dQ of the visit without scale, of the shape `dq_part`, float32; frees the slot
+            of Q once dK's product has read it.
+
+            dq_acc   its accumulator, 0 at the start
+            """
             self.start_dq(dq_acc, ds_slot)
             products.wait(1)
             products.release(scratch.query_free.at[q_slot])
@@ -624,7 +637,11 @@ class _ComputingWarpgroup:
         """
 
         def last(dq_acc: Ref) -> jax.Array:
-            """This warpgroup's half of dQ of the last visit, float32."""
+            """This warpgroup's half of dQ of the last visit without scale, of the shape `dq_part`, float32; waits for
+            dS^T of both warpgroups.
+
+            dq_acc   its accumulator, 0 at the start
+            """
             plgpu.barrier_wait(self.scratch.ds_ready)
             self.start_dq(dq_acc, common.slot_of(total + 1, DS_SLOTS))
             return self.products.read(dq_acc)
@@ -639,9 +656,10 @@ def _gather_dq(setup: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Ar
     """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by
     the scale.
 
-    tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of
-            the two computing warpgroups one below the other, which are halves of the queries or, with tiles of 64
-            queries, of the columns
+    setup   what is known of the kernel at compile time
+    tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of the
+            two computing warpgroups one below the other, which are halves of the queries or, with tiles of 64 queries,
+            of the columns
     query   the padded queries; tokens past the query tiles get zeros
     """
     plan, queries, sums = setup.plan, setup.tiles.queries, setup.sums

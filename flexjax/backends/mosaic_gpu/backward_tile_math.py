@@ -214,9 +214,9 @@ class TileMath:
             refs: tuple[Ref, ...],
             results: tuple[int, ...] | None = None,
         ) -> TileProgram | None:
-            """One mod's program with its scalars and row vectors computed for this row of tiles; None without the
-            mod.
+            """One mod's program with its scalars and row vectors computed for this row of tiles; None without the mod.
 
+            source    the program; None: the plan has no such mod
             refs      its captured arrays
             results   numbers of the program's results that are needed; None: all
             """

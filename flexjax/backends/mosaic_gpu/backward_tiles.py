@@ -47,7 +47,7 @@ NO_DENSE_BIAS = DenseBiasTypes()
 
 
 def padded_dim(dim: int) -> int:
-    """Head dim rounded up to what WGMMA takes in 2-byte elements: 16, or a multiple of 32 elements."""
+    """Head dim rounded up to what the kernels take: 16 up to 16, else a multiple of 32."""
     return 16 if dim <= 16 else -(-dim // 32) * 32
 
 

@@ -23,7 +23,9 @@ _ONE_WARP = contextvars.ContextVar("one_warp", default=False)
 
 @contextlib.contextmanager
 def one_warp() -> Iterator[None]:
-    """A context in which code of a single warp is traced."""
+    """A context in which `when` and `cond` are jax's versions. The caller enters it while it traces code of a single
+    warp (the body of `plgpu.warp_map`), where Mosaic lacks an operation of the versions of this file.
+    """
     token = _ONE_WARP.set(True)
     try:
         yield

@@ -184,9 +184,12 @@ def _load_sums(
 ) -> jax.Array:
     """The sums of g for one load: [b, h, ...] float32 (or `_sum_type`).
 
+    operands           of the call, whose block lists and origin say which tiles are visited
     tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
+    derivative         score_mod with its derivatives
     load_number        of the load among `gradient_loads(derivative)`
-    bias, card         which array is staged; whose mma.sync kernel runs
+    bias               which captured array is staged in shared memory
+    card               whose mma.sync kernel runs; None: the kernel for Hopper does
 
     b and h are 1 where the load does not depend on them (`_shared`: under an origin, positions may depend on b). "..."
     is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal and (T, S) for a tile load,
@@ -259,16 +262,24 @@ def _run(
     captures: Captures[jax.Array],
     total: jax.Array | None = None,
 ) -> jax.Array:
-    """`CaptureKernel.run` with the kernel of the card, or with the one for Hopper."""
+    """Runs the kernel over the lists and returns its result, as `CaptureKernel.run` says: for Sink.SUMS and MAGNITUDES
+    [lists, tile, tile], for MATRIX [b, h, rows * tile, columns * tile], for SCATTER [size of the captured array].
+
+    kernel                    its `card` says which kernel runs: the one for mma.sync, or without a card the one for
+                              Hopper
+    tokens, lists, captures   what the kernel reads
+    total                     for SCATTER alone: a bound from above of the sum of all |g|
+    """
     execute = kernel.launch_hopper if kernel.card is None else functools.partial(launch_mma, kernel, kernel.card)
     return kernel.run(execute, tokens, lists, captures, total)
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
-    """dtype of the sums of a tile load: that of the array where the sums are its whole gradient, else float32.
+    """dtype of the sums of the tile load with number `load_number` among `gradient_loads(derivative)`: that of the
+    captured array where the sums are its whole gradient, else float32.
 
-    They are without an origin, if no other load with a gradient reads the array and each index is a constant or an axis
-    of its own plus a constant.
+    The sums are the whole gradient if there is no origin, no other load with a gradient reads the array, and each index
+    is a constant or an axis of its own plus a constant.
     """
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
@@ -297,8 +308,12 @@ def _scattered(
     or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums the tiles of a
     diagonal in registers before it adds them. A total that is not finite makes every element NaN.
 
-    load_number   of the load among `gradient_loads(derivative)`
-    bias, card    which captured array is staged in shared memory; whose mma.sync kernel runs
+    operands           of the call, whose block lists and origin say which tiles are visited
+    tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
+    derivative         score_mod with its derivatives
+    load_number        of the load among `gradient_loads(derivative)`
+    bias               which captured array is staged in shared memory
+    card               whose mma.sync kernel runs; None: the kernel for Hopper does
     """
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     whole = whole_tiles(plan, tile) if ir.classify_load(load).kind == ir.DIAGONAL else None
@@ -343,6 +358,10 @@ def _largest_total(
 ) -> jax.Array | None:
     """An upper bound of the sum of all |g| of one load, a float32 scalar; None where |d mod / d load| times the largest
     dropout multiplier is not known to be at most LARGEST_SLOPE.
+
+    tokens        padded arrays over tokens
+    derivative    score_mod with its derivatives
+    load_number   of the load among `gradient_loads(derivative)`
 
     The bound follows from g = p (dP - delta) * d mod / d load: the p of one query sum to 1 (where scores may be too
     large to scale, each may be 1), |dP| is at most |dO| |V|, and delta is in `tokens.stats`.

@@ -228,10 +228,11 @@ class CaptureKernel:
         return row * shape.tile, (row - difference) * shape.tile
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
-        """[64, 64] int32: for each query and key of a part, the flat index of the array element that the load reads, in
-        row-major order.
+        """[ROWS, part_keys] int32: for each query and key of a part, the flat index of the array element that the load
+        reads, in row-major order.
 
         captures        captured arrays, Refs
+        b, h            batch entry and query head
         row0, column0   first query and first key of the part
 
         Where tiles reach past the ends of the attention matrix, indices are clamped to the array; otherwise they are as
@@ -334,7 +335,11 @@ class CaptureKernel:
         )
 
     def output(self, inputs: Inputs[jax.Array]) -> Outputs:
-        """What the kernel writes, for `kernel_parts.launch`."""
+        """Shape and dtype of what the kernel writes, for `kernel_parts.launch`: `Outputs.sums` in the kernel's dtype,
+        None for SCATTER on the device.
+
+        inputs   the operands, whose lists are counted
+        """
         shape = self._output_shape(inputs.lists.count.shape[0])
         return Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, inputs.tokens.query))
 
@@ -374,12 +379,16 @@ class ListCta:
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def clear(self, group: Scalar | int) -> None:
-        """For SCATTER in the simulator: zeros in the array of warpgroup `group`."""
+        """For SCATTER in the simulator: writes zeros to the array of warpgroup `group` of this list, to which `scatter`
+        adds. Nothing otherwise.
+        """
         if self.kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
             self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((self.kernel.size,), jnp.float32)
 
     def statistics(self, visit: Visit, group: Scalar | int) -> tuple[jax.Array, jax.Array]:
-        """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
+        """(lse2, delta) of the queries that warpgroup `group` has of a visit, [ROWS] float32 each, read from global
+        memory.
+        """
         b, h, q0, _ = self.kernel.corner(visit)
         own = pl.ds(q0 + group * ROWS, ROWS)
         stats = self.inputs.tokens.stats
@@ -411,8 +420,9 @@ class ListCta:
         """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype, or for SCATTER adds
         those of a diagonal to the array, unless the list is empty.
 
-        sums   [ROWS, part_keys] float32 for each part of the tiles, or one such sum for all parts
-        zero   [ROWS, part_keys] zeros, written for the other parts where there is one sum for all
+        sums    [ROWS, part_keys] float32 for each part of the tiles, or one such sum for all parts
+        zero    [ROWS, part_keys] zeros, written for the other parts where there is one sum for all
+        group   number of the warpgroup, whose rows are written
         """
         kernel, shape = self.kernel, self.kernel.shape
         for part in range(kernel.parts):
@@ -466,7 +476,9 @@ class _Cta(TileCta):
 
     @property
     def writes(self) -> Scalar | bool:
-        """Whether this CTA writes the sums, which both CTAs of a cluster know: the first does."""
+        """Whether this CTA writes the sums: True in the first CTA of a cluster and False in the second, which has the
+        same sums; True where a CTA has all columns.
+        """
         return partial_sums.first_cta(self.scratch.exchange)
 
     # ------------------------------------------------------------- computing warpgroups
@@ -638,5 +650,5 @@ class OwnTile(typing.NamedTuple):
 
 
 def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a non-negative int32 scalar by a positive Python int."""
+    """(`number` // `by`, `number` % `by`), int32 scalars; `number` is not negative, `by` a positive Python int."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

@@ -33,16 +33,19 @@ def axes(load: ir.Load) -> frozenset[str]:
 
 
 def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether the index depends on positions, and an origin gives each batch entry positions of its own."""
+    """Whether the index of `load`, a read of a captured array, depends on positions, and an origin gives each batch
+    entry positions of its own.
+    """
     return plan.origin is not None and plan.origin.differs_by_entry(axes(load))
 
 
 def distinct(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether different (b, h, position) certainly read different elements.
+    """Whether different (b, h, position) certainly read different elements, if `load` is evaluated at them.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1; also for an index of
     constants. False where an index is no affine integer, mixes axes, or adds a number that depends on b or h, and where
-    an origin gives each batch entry positions of its own but the index does not depend on b.
+    an origin gives each batch entry positions of its own but the index does not depend on b. Heads and batch entries
+    count only if the index depends on them.
     """
     if "b" not in axes(load) and positions_differ_by_entry(plan, load):
         return False

@@ -26,7 +26,12 @@ from flexjax.backends.mosaic_gpu.sm80_products import product_transposed
 
 
 def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
-    """Launches the kernel with one CTA for each list, the longest lists first; returns what it wrote."""
+    """Launches the kernel of a card with one CTA for each list, the longest lists first; returns what it wrote:
+    `Outputs.sums`, None for SCATTER on the device, which adds to `inputs.words`.
+
+    card     whose mma.sync kernel runs: it says how tiles are copied and how many slots fit
+    inputs   the operands
+    """
     plan, groups = kernel.plan, kernel.groups
     slots = capture_tiles.mma_slots(plan, card)
 
@@ -70,7 +75,10 @@ class _Cta:
         return self.list.kernel
 
     def compute(self) -> None:
-        """g of this warpgroup's queries in every visit of the list, and with it what `Sink` says; zeros for an empty list."""
+        """Computes g of this warpgroup's queries in every visit of the list, and does with g what `Sink` says. Sums in
+        registers are written after the last visit, zeros for an empty list. For SCATTER in the simulator it first
+        writes zeros to its array.
+        """
         kernel, group = self.kernel, self.copies.group
         self.list.clear(group)
         zero = zero_tile((ROWS, kernel.part_keys))
@@ -90,8 +98,9 @@ class _Cta:
             self.list.write(found.sums, zero, group)
 
     def step(self, i: Scalar, carry: Carry) -> Carry:
-        """The i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER without
-        sums, to the array. It reads the visit after the next and the next statistics early.
+        """Makes the i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER
+        without sums, to the array. It waits for the tiles of each part and starts the copies of what follows. It reads
+        the visit after the next and the next statistics early, to hide latency.
 
         carry   of this visit; that of the next is returned
         """
@@ -130,7 +139,8 @@ class _Cta:
     def load_cotangents(
         self, tile: ColumnMath, q_slot: Scalar, k_slot: Scalar, lse2: jax.Array, delta: jax.Array
     ) -> jax.Array:
-        """g of one part of a tile, [ROWS, part_keys] float32.
+        """Computes S = Q K^T and dP = dO V^T of one part of a tile from shared memory, and from them g, [ROWS,
+        part_keys] float32. The tiles must have arrived (`wait`).
 
         tile             the part, from whose scores P is computed
         q_slot, k_slot   slots of the tile's queries and of the part's keys
@@ -147,17 +157,23 @@ class _Cta:
     # ------------------------------------------------------------- copies
 
     def wait(self, q_slot: Scalar | None, k_slot: Scalar) -> None:
-        """Waits for the tiles in these slots (None: no queries), and until every warpgroup of the CTA is here."""
+        """Waits until the tiles in these slots have arrived, and until every warpgroup of the CTA is here; so the slots
+        that all have read before may be overwritten afterwards.
+
+        q_slot   slot of Q and dO; None: they were waited for before
+        k_slot   slot of K and V of a part
+        """
         scratch = self.scratch
         if q_slot is not None and scratch.query_full is not None:
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
         self.copies.wait(None if scratch.key_full is None else scratch.key_full.at[k_slot], 0)
 
     def fetch_next_keys(self, now: Visit, upcoming: Visit, more: Scalar, part: int, number: Scalar) -> None:
-        """Starts the copies of the part after part `part` of the visit `now`, if there is one: perhaps the first of the next visit.
+        """Starts the copies of K and V of the part after part `part` of the visit `now`: after its last part, those of
+        the first part of the visit `upcoming`; nothing after the last part of the last visit.
 
-        more     whether there is a next visit
-        number   of the part, over all visits
+        more     whether there is a visit `upcoming`
+        number   of part `part`, counted over all visits of the CTA
         """
         if part + 1 < self.kernel.parts:
             self.fetch_keys(now, part + 1, number + 1)
@@ -165,7 +181,10 @@ class _Cta:
             when(more)(lambda: self.fetch_keys(upcoming, 0, number + 1))
 
     def fetch_queries(self, visit: Visit, number: Scalar) -> None:
-        """Starts the copies of Q and dO of a visit to the slot of this number."""
+        """Starts the copies of Q and dO of a visit to their slots. The slot must be free.
+
+        number   of the visit in its list, which gives the slot
+        """
         kernel, tokens, scratch = self.kernel, self.list.inputs.tokens, self.scratch
         b, h, q0, _ = kernel.corner(visit)
         slot = slot_of(number, self.slots.queries)
@@ -174,7 +193,11 @@ class _Cta:
             self._copy(rows, target, scratch.query_full, slot, kernel.plan.q_len - q0)
 
     def fetch_keys(self, visit: Visit, part: int, number: Scalar) -> None:
-        """Starts the copies of K and V of one part of a visit to the slot of this number."""
+        """Starts the copies of K and V of one part of a visit to their slots. The slot must be free.
+
+        part     number of the part in the tile
+        number   of the part over all visits of the CTA, which gives the slot
+        """
         kernel, tokens, scratch = self.kernel, self.list.inputs.tokens, self.scratch
         b, h, _, kv0 = kernel.corner(visit)
         start, slot = kv0 + part * kernel.part_keys, slot_of(number, self.slots.keys)
@@ -184,5 +207,11 @@ class _Cta:
             self._copy(rows, target, scratch.key_full, slot, kernel.plan.kv_len - start)
 
     def _copy(self, source: Ref, target: Ref, full: Ref | None, slot: Scalar, exist: Scalar) -> None:
-        """Starts the copy of one tile to its slot; `exist` of its rows exist."""
+        """Starts the copy of one tile to slot `slot` of `target`.
+
+        source   the tile in global memory
+        target   the slots in shared memory
+        full     the barriers of the slots; None with cp.async
+        exist    how many rows of the tile exist; with cp.async the others are filled with zeros
+        """
         self.copies.start(source, target.at[slot], None if full is None else full.at[slot], exist)

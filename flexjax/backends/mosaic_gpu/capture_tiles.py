@@ -42,8 +42,8 @@ def warpgroups_for(plan: KernelPlan) -> int:
 
 
 def fits_one_slot(plan: KernelPlan) -> bool:
-    """Whether the kernel fits shared memory with the smallest rings: one slot of Q and dO, and keys of one tile. False
-    for float32 with large head dims.
+    """Whether the kernel for Hopper fits shared memory with the smallest rings: one slot of Q and dO, and keys of one
+    tile. False for float32 with large head dims.
 
     plan   with extra features joined to the head dim
     """
@@ -73,11 +73,13 @@ class RingDepths(typing.NamedTuple):
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA; a tile is [groups * ROWS, groups * ROWS].
+    """Shared memory of a CTA of the kernel for Hopper; a tile is [groups * ROWS, groups * ROWS], D and E are the padded
+    columns of a CTA of keys and of values.
 
-    query, d_out           [query slots * parts, queries of a tile, D]
-    key, value             [key slots * parts, ROWS, D]
-    query_full, key_full   [slots] a tile has arrived; `query_full` also counts dO and the staged tile, `key_full` the values
+    query, d_out           [query slots * parts, queries of a tile, D or E]
+    key, value             [key slots * parts, ROWS, D or E]
+    query_full, key_full   [slots] a tile has arrived; `query_full` also counts dO and the staged tile, `key_full` the
+                           values
     query_free, key_free   [slots] all computing warpgroups have read a tile
     staged                 [query slots, tile] tiles of the staged array, None without one
     exchange               of the partial sums of S and dP; None where a CTA has all columns
@@ -170,12 +172,14 @@ class MmaSlots(typing.NamedTuple):
 
 
 class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the kernel for mma.sync; a tile has G * ROWS queries, a part `keys_of_part` keys.
+    """Shared memory of a CTA of the kernel for mma.sync, with G warpgroups; a tile has G * ROWS queries, a part
+    `keys_of_part` keys; D and E are the padded head dims of keys and values.
 
     query, d_out           [query slots, queries of a tile, D or E]
     key, value             [key slots, keys of a part, D or E]
     query_full, key_full   [slots] both tiles of a slot have arrived; None with cp.async
-    meeting                the CTA's barrier in the simulator
+    meeting                the barrier that stands for the CTA's in the simulator; None on the device and for one
+                           warpgroup
     """
 
     query: Part
@@ -188,7 +192,13 @@ class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScratch[Description]:
-    """The shared memory of a CTA of the kernel for mma.sync. Every warpgroup copies its share of both tiles of a slot."""
+    """The shared memory of a CTA of the kernel for mma.sync.
+
+    plan      with extra features joined to the head dim
+    slots     of Q and dO, and of K and V
+    copying   how tiles come to shared memory: only TMA has barriers for full slots, which expect an arrival of every
+              warpgroup for each of the two tiles of a slot, because every warpgroup copies its share
+    """
     groups, keys = warpgroups_for(plan), keys_of_part(plan)
     dim, value_dim, by_tma = padded_dim(plan.head_dim), padded_dim(plan.value_dim), copying == "tma"
     full = lambda count: Barriers(count, 2 * groups) if by_tma else None
@@ -204,7 +214,9 @@ def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScrat
 
 
 def mma_slots(plan: KernelPlan, card: Card) -> MmaSlots:
-    """The most slots that fit the card; the second slot of the keys goes before that of the queries."""
+    """The most slots that fit the card: two of both kinds; if these do not fit, one of the queries and two of the keys;
+    else one of both, whether they fit or not.
+    """
     choices = (MmaSlots(2, 2), MmaSlots(1, 2), MmaSlots(1, 1))
     fit = (n for n in choices if scratch_bytes(mma_scratch(plan, n, card.copying)) <= card.cta_memory)
     return next(fit, choices[-1])

@@ -32,17 +32,20 @@ def ctas_of(plan: KernelPlan) -> int:
 
 
 def columns_of(dim: int, ctas: int) -> int:
-    """Columns of a CTA, before they are rounded up: the head dim divided by the number of CTAs, rounded up."""
+    """Columns of a CTA, before they are rounded up to what the kernels take: the head dim `dim` divided by `ctas`, the
+    number of CTAs that share them, rounded up.
+    """
     return -(-dim // ctas)
 
 
 class Exchange(typing.NamedTuple, typing.Generic[Part]):
-    """What the warpgroups of a CTA that exchange partial sums need.
+    """What the warpgroups of a CTA that exchange partial sums need. The partner of a warpgroup is the one with the same
+    number in the other CTA.
 
-    tiles      one tile for each, which the partner writes
-    arrived    on the device [groups, 4] int32, two mbarriers for each tile (partial_sums.py); in the simulator barriers of the
-               cluster: both CTAs have written
-    read       barriers of the cluster, in the simulator alone: both CTAs have read
+    tiles     one tile for each exchanging warpgroup, which its partner writes
+    arrived   on the device [groups, 4] int32, two mbarriers for each tile (partial_sums.py); in the simulator barriers
+              of the cluster: both CTAs have written
+    read      barriers of the cluster, in the simulator alone: both CTAs have read
     """
 
     tiles: Part
@@ -51,10 +54,12 @@ class Exchange(typing.NamedTuple, typing.Generic[Part]):
 
 
 def exchange_scratch(ctas: int, groups: int, shape: tuple[int, int], interpret: bool) -> Exchange[Description] | None:
-    """The memory of an exchange among `ctas` CTAs, None for one.
+    """The shared memory in which the warpgroups of `ctas` CTAs exchange partial sums; None for one CTA, which exchanges
+    nothing.
 
-    groups   number of exchanging warpgroups
-    shape    (rows, columns) of their tiles
+    groups      number of exchanging warpgroups of a CTA
+    shape       (rows, columns) of their tiles
+    interpret   whether the kernel runs in the simulator, which needs the barriers `read`
     """
     if ctas == 1:
         return None

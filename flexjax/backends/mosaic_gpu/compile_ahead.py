@@ -164,7 +164,9 @@ class KernelCall(typing.NamedTuple):
 
 
 def kernel_of(config: "ir.DictAttr") -> KernelCall:
-    """Hash and module of the kernel, from the backend configuration of its custom call."""
+    """Hash and module of the kernel, from `config`, the backend configuration of its custom call (the attribute
+    CONFIG).
+    """
     from jax.extend.mlir import ir
 
     return KernelCall(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
@@ -172,8 +174,8 @@ def kernel_of(config: "ir.DictAttr") -> KernelCall:
 
 @functools.cache
 def compile_threads() -> concurrent.futures.ThreadPoolExecutor | None:
-    """The pool of threads in which kernels compile: one for each core but the caller's, at most MOST_THREADS; None on
-    one core.
+    """The pool of threads in which kernels compile, made by the first call and shared by the process: one thread for
+    each core but the caller's, at most MOST_THREADS; None on one core.
     """
     spare = min(MOST_THREADS, (os.cpu_count() or 1) - 1)
     return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
@@ -196,7 +198,10 @@ def start_compiling(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
 
 
 def compile_alone(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Compiles a program whose only operation calls the kernel, so that Mosaic's cache has its machine code.
+    """Compiles a program whose only operation calls the kernel, so that Mosaic's cache has its machine code; runs in a
+    thread of the pool until XLA has compiled it.
+
+    gpu   the device to compile for
 
     The operands are of any shape, because machine code does not depend on them. The program is never run.
     """

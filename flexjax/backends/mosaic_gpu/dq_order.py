@@ -93,8 +93,8 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
 
 
 def _sums(kv_tiles: int) -> list[int]:
-    """The numbers of partial dQ sums of a head to choose from: powers of two up to MOST_SUMS and to the number of key
-    tiles.
+    """The numbers of partial dQ sums of a head to choose from: powers of two up to MOST_SUMS and to `kv_tiles`, the
+    number of key tiles of a head; at least 1.
     """
     return [n for n in (1, 2, 4, MOST_SUMS) if n <= max(kv_tiles, 1)]
 

@@ -18,7 +18,8 @@ TMA_ROWS = 8
 
 
 def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
-    """(queries, keys) that the operands are padded to: multiples of `unit` rows. In the simulator whole tiles, because it does not
+    """(queries, keys) that the operands of a forward kernel are padded to: multiples of `unit` rows. In the simulator
+    whole query tiles, and whole key tiles or, with a block mask, whole blocks of it, because the simulator does not
     fill in zeros past the end of an array.
     """
     plan, tile = setup.plan, setup.tile
@@ -31,12 +32,13 @@ def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
 def inputs_of(
     setup: ForwardSetup[AnyTile], operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> Inputs[jax.Array]:
-    """The operands of a kernel, without a counter.
+    """The operands of a kernel in the form in which it reads them, without counter and pages, which the caller adds.
 
+    operands            of the call
     query, key, value   padded
 
-    Block lists are flat; captured arrays are as `memory.kernel_operand` makes them, and those of mask_mod are left out if the plan has
-    no mask program.
+    Block lists are flat; captured arrays are as `memory.kernel_operand` makes them, and those of mask_mod are left out
+    if the plan has no mask program.
     """
     scheduler = setup.scheduler
     captures = lambda arrays: tuple(memory.kernel_operand(x) for x in arrays)
@@ -54,7 +56,10 @@ def inputs_of(
 
 
 def outputs_for(setup: ForwardSetup[AnyTile], query: jax.Array) -> Outputs[jax.ShapeDtypeStruct]:
-    """What a kernel writes, for `kernel_parts.launch`, beside these padded queries."""
+    """Shapes and dtypes of what a kernel writes, for `kernel_parts.launch`: out (and `rounding`) with the queries and
+    heads of `query`, the padded queries, and the value columns of the tile, in the plan's dtype; lse (and row maxima)
+    [B, N, rows of whole query tiles] float32. What the plan does not want is None.
+    """
     plan, tile = setup.plan, setup.tile
     rows = setup.scheduler.q_tiles * tile.block_q
     stats = kernel_parts.output((plan.batch, plan.q_heads, rows), jnp.float32, query)
@@ -69,12 +74,14 @@ def outputs_for(setup: ForwardSetup[AnyTile], query: jax.Array) -> Outputs[jax.S
 
 
 def results_from(plan: KernelPlan, outputs: Outputs[jax.Array]) -> Results:
-    """The results of a call from what its kernel wrote: padding cut off, row statistics [B, T, N] or [B, N, T] by the plan's layout."""
+    """The results of a call from `outputs`, what its kernel wrote: padding cut off, lse and row maxima [B, T, N] or [B,
+    N, T] by the plan's layout; None stays None.
+    """
     lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
 
     def statistic(x: jax.Array) -> jax.Array:
-        """A row statistic, [B, N, padded T], without padding in the plan's layout."""
+        """`x`, a row statistic [B, N, padded T], without padding in the plan's layout."""
         x = x[:, :, : plan.q_len]
         return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
 

@@ -264,6 +264,7 @@ class QueryTile(QueryRows[ForwardTile]):
 
         carry   (first key of step n, out [rows, value dim] float32, softmax state) before the step; (first key of step
                 n + 1, out, softmax state) after it is returned
+        phase   which steps this is traced for
         """
         setup = self.setup
         start, out, state = carry
@@ -286,6 +287,7 @@ class QueryTile(QueryRows[ForwardTile]):
 
         carry   (first key of step n, out [rows, value dim] float32, the parts of P of step n - 1, softmax state) before
                 the step; (first key of step n + 1, out, the parts of P of step n, softmax state) after it is returned
+        phase   which steps this is traced for
 
         `out` is rescaled by the softmax of step n after P V of step n - 1 is added.
         """
@@ -306,7 +308,7 @@ class QueryTile(QueryRows[ForwardTile]):
         def products(refs: tuple) -> None:
             """Issues both WGMMAs and computes the softmax of step n while P V of step n - 1 is in flight.
 
-            refs   accumulators of `out` and of S, then Refs to which it writes the results of `_softmax`
+            refs   accumulators of `out` and of S, then Refs to which it writes the results of `_softmax_with_staged`
             """
             acc, acc_s, *others = refs
             setup.ping_pong.wait(self.group)
@@ -413,14 +415,18 @@ class QueryTile(QueryRows[ForwardTile]):
             plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
 
     def _weights(self, p: jax.Array) -> tuple[jax.Array, ...]:
-        """The parts of P, [rows, block_kv] float32, in the dtype that WGMMA multiplies."""
+        """The parts of `p`, [rows, block_kv] float32, in the dtype that WGMMA multiplies: one part for inputs of 16
+        bits, two for float32.
+        """
         setup = self.setup
         return thread_tiles.tile_parts(p, part_dtype(setup.plan), setup.tile.parts, setup.interpret)
 
     def _softmax_with_staged(
         self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """`softmax` of step n, after the staged tile has arrived; releases the slot of that tile."""
+        """`softmax` of step n, with the same arguments and result; before it, waits for the step's tile of the staged
+        array, reads the tile to registers and releases its slot. Nothing is waited for if no array is staged.
+        """
         if step_tile.programs.score is not None:
             score = self._with_staged(step_tile.programs.score, n)
             step_tile = step_tile._replace(programs=step_tile.programs._replace(score=score))

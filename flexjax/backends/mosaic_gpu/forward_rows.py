@@ -56,10 +56,10 @@ class Programs(typing.NamedTuple):
 
 
 class StepTile(typing.NamedTuple):
-    """The key tile of one step: the number of its first key, and the programs with the vectors over its keys
-    computed.
+    """The key tile of one step.
 
-    `start` is None where nothing in the step depends on which keys it visits.
+    start      number of its first key; None where nothing in the step depends on which keys it visits
+    programs   the programs with the vectors over its keys computed; all None where `start` is
     """
 
     start: Scalar | None
@@ -75,7 +75,12 @@ class Position(typing.NamedTuple):
 
 
 def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: WorkItem, q_start: Scalar) -> Programs:
-    """The programs of a work item with their row vectors computed, for the rows of a tile from query `q_start` on."""
+    """The programs of the plan with their scalars and row vectors computed for batch entry and head of `item`, and for
+    the rows of one warpgroup from query `q_start` on.
+
+    setup    what is known before the kernel is traced
+    inputs   Refs to the operands, of which the captured arrays and the origin's tables are read
+    """
     tile = setup.tile
 
     def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
@@ -199,8 +204,10 @@ class QueryRows(typing.Generic[AnyTile]):
         return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, n, in_full)
 
     def next_start(self, n: Scalar, phase: Phase) -> Scalar:
-        """First key of the tile after step n, read a step ahead so that its address is known before the WGMMAs are
-        issued.
+        """Number of the first key of the tile of step n + 1, or of the item's last step if there is no step n + 1; read
+        a step ahead, so that its address is known before the WGMMAs are issued.
+
+        phase   of the steps of the loop (`start`)
         """
         return self.start(lax.min(n + 1, self.item.total - 1), phase)
 
@@ -218,7 +225,9 @@ class QueryRows(typing.Generic[AnyTile]):
 
     @property
     def writes_statistics(self) -> Scalar | bool:
-        """Whether this CTA writes lse and row maxima: of the CTAs that compute the same rows, one does."""
+        """Whether this CTA writes lse and row maxima: of the CTAs that compute the same rows, one does. Always True
+        here, for kernels without clusters; forward_consumer.py overrides it.
+        """
         return True
 
     def write_statistics(

@@ -55,8 +55,10 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
 def _inputs(setup: Setup, operands: Operands) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them (`forward_arrays.inputs_of`).
 
-    Head dims are padded with zeros. Lengths are padded to TMA_ROWS where TMA copies, in the simulator to whole tiles; cp.async reads
-    arrays of any length.
+    operands   of the call, with extra features joined to the head dim
+
+    Head dims are padded with zeros. Lengths are padded to TMA_ROWS where TMA copies, in the simulator to whole tiles;
+    cp.async reads arrays of any length.
     """
     tile, layout = setup.tile, setup.plan.layout
     q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS if tile.copying == "tma" else 1)

@@ -61,7 +61,9 @@ class MmaRows(QueryRows[MmaForwardTile]):
         outputs: Outputs[Ref],
         scratch: MmaForwardScratch[Ref],
     ) -> "MmaRows":
-        """The rows of this warpgroup in the work item of this CTA."""
+        """The rows of the calling warpgroup in the work item of its CTA (each CTA has one), with the row vectors of the
+        programs computed.
+        """
         tile = setup.tile
         copies = Copies(tile.copying, tile.groups, setup.interpret, scratch.meeting)
         item = setup.scheduler.item(inputs.mask_rows, lax.axis_index("program"))
@@ -87,7 +89,8 @@ class MmaRows(QueryRows[MmaForwardTile]):
     # ----------------------------------------------------------------- the steps
 
     def _steps(self, out: jax.Array) -> tuple[jax.Array, State]:
-        """Runs every step of an item that has some.
+        """Runs every step of an item that has some: starts the first copies, then makes the unmasked steps and the
+        masked ones.
 
         out   [rows, value dim] float32, zeros
 
@@ -110,10 +113,12 @@ class MmaRows(QueryRows[MmaForwardTile]):
         return carry[1:]
 
     def _step(self, n: Scalar, carry: tuple[Starts, jax.Array, State], phase: Phase) -> tuple[Starts, jax.Array, State]:
-        """S, softmax and P V of step n.
+        """S, softmax and P V of step n; waits for its keys and values, and starts the copies into the slots that become
+        free.
 
-        carry   (first keys of steps n to n + stages - 1, out [rows, value dim] float32, softmax state); the same for step n + 1 is
-                returned
+        carry   (first keys of steps n to n + stages - 1, out [rows, value dim] float32, softmax state); the same for
+                step n + 1 is returned
+        phase   which steps this is traced for
         """
         setup, scratch = self.setup, self.scratch
         starts, out, state = carry
@@ -141,7 +146,8 @@ class MmaRows(QueryRows[MmaForwardTile]):
         )
 
     def _meet(self, full: Ref | None, slot: Scalar) -> None:
-        """Waits until the tile in this slot has arrived, for all threads, and all have read the tile before it in that ring.
+        """Waits until the tile in slot `slot` of a ring has arrived, for all threads of the CTA, and until all of them
+        have read the tile before it in that ring, whose slot may then be overwritten.
 
         full   the barriers of the ring; None with cp.async
         """
@@ -187,12 +193,19 @@ class MmaRows(QueryRows[MmaForwardTile]):
     # ----------------------------------------------------------------- results
 
     def _existing_queries(self, first: Scalar) -> Scalar | None:
-        """How many queries there are from number `first` on, or None where every tile has all of its rows."""
+        """How many queries of the head there are from number `first` on; None where every query tile has all of its
+        rows.
+        """
         plan, tile = self.setup.plan, self.setup.tile
         return None if plan.q_len % plan.covered(tile.block_q, 1)[0] == 0 else plan.q_len - first
 
     def _write(self, out: jax.Array, position: Position) -> None:
-        """Writes `out`, [rows, value dim] float32, to global memory, and, if wanted, what rounding took."""
+        """Writes these rows of the result to global memory, in the plan's dtype and on the device without rows past the
+        last query; if the plan wants it, also what rounding took from them (`Outputs.rounding`).
+
+        out        [rows, value dim] float32, divided by the softmax denominator
+        position   of the query tile
+        """
         plan, tile = self.setup.plan, self.setup.tile
         exist = self._existing_queries(self.q_start)
         for n, target in enumerate((self.outputs.out, self.outputs.rounding)):

@@ -87,9 +87,12 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> HopperSetup:
 def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them (`forward_arrays.inputs_of`).
 
+    operands   of the call, with extra features joined to the head dim
+    pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
+
     Lengths and head dims are padded with zeros: lengths to multiples of TMA_ROWS, in the simulator to whole tiles.
-    Queries, keys and values of float32 are split into parts (float_parts.py). In the simulator the staged array is padded too. The
-    dynamic scheduler gets a new counter, except in the simulator.
+    Queries, keys and values of float32 are split into parts (float_parts.py). In the simulator the staged array is
+    padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
     plan, tile = setup.plan, setup.tile
     q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS)
@@ -113,8 +116,8 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
 
 
 def _whole_tiles(x: jax.Array, q_length: int, kv_length: int) -> jax.Array:
-    """A staged array [..., T, S] with zeros appended up to these lengths, for the simulator, which does not fill in
-    zeros past an end.
+    """`x`, a staged array [..., T, S], with zeros appended up to `q_length` and `kv_length`, for the simulator, which
+    does not fill in zeros past an end; dimensions that are longer stay.
     """
     widths = [(0, 0)] * (x.ndim - 2) + [(0, max(0, q_length - x.shape[-2])), (0, max(0, kv_length - x.shape[-1]))]
     return jnp.pad(x, widths)

@@ -102,13 +102,14 @@ def launch(
 ) -> typing.Any:
     """Runs `kernel(inputs, outputs, scratch)` in every CTA and returns its results in the structure of `outputs`.
 
+    kernel       gets Refs in the three structures; traced once, runs in every warpgroup
     inputs       named tuple of arrays; of `jax.new_ref` arrays where the kernel also writes them
     outputs      named tuple of jax.ShapeDtypeStruct, see `output`; what the kernel does not write is undefined
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
     programs     number of clusters; a kernel reads the number of its cluster by `lax.axis_index("program")`
-    warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`, but
-                 the only one has no number
+    warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`, but the only one has no
+                 number
     interpret    run in the simulator instead of on the device
     ctas         of a cluster, 1 or 2; with 2, a kernel reads the number of its CTA by `lax.axis_index(COLUMNS)`
 
@@ -159,7 +160,7 @@ def launch(
 
 
 def overlaid(both: Ref) -> tuple[Ref, Ref]:
-    """The pair of Refs of OverlaidTensorTiles."""
+    """`both`, the Refs (first, second) of OverlaidTensorTiles, with the type of a pair, which pyright does not know."""
     first, second = typing.cast(tuple[Ref, Ref], both)
     return first, second
 
@@ -170,8 +171,8 @@ def simulator() -> object:
 
 
 def _allocated(part: Description, interpret: bool) -> object:
-    """A description of shared or tensor memory in the form in which Pallas allocates it: barriers, a plain array, tiles in tensor
-    memory, or swizzled tiles (`_swizzled`).
+    """The Pallas allocation for `part`, a description of shared or tensor memory: barriers, a plain array, tiles in
+    tensor memory, or swizzled tiles (`_swizzled`).
 
     interpret   whether the kernel runs in the simulator
     """
@@ -274,7 +275,9 @@ def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:
 
 
 def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
-    """An i32 that all threads agree on, in the form that a function declared to return SCALAR_INT has to return."""
+    """`value`, an i32 on which all threads agree, in the form that a function declared to return SCALAR_INT has to
+    return.
+    """
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 

@@ -239,8 +239,10 @@ def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) 
 
 
 def _load_element(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> ir.Value:
-    """Loads the element `offset` elements after the pointer `base`, from memory that the kernel does not write.
+    """Loads the element `offset` elements after the pointer `base`; inside `inline_mgpu`. The kernel must not write the
+    memory, because the compiler may move or repeat the load.
 
+    offset    an integer of MLIR or a Python int
     element   the MLIR type of the element
     """
     pointer = mgpu.utils.getelementptr(base, [offset], element)

@@ -239,11 +239,12 @@ class OnlineSoftmax:
         return out * registers.broadcast_vector(rescale.factor, "row", out.shape)
 
     def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows] float32, after
-        the last tile.
+        """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows] float32, after the
+        last tile.
 
-        row_term   [rows], the part of the scores that `step` left out because it is the same over the row, in units
-                   of scores; None: nothing was left out, as always with large scores and with a static reference
+        state      after the last tile
+        row_term   [rows], the part of the scores that `step` left out because it is the same over the row, in units of
+                   scores; None: nothing was left out, as always with large scores and with a static reference
 
         The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
         -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A

@@ -53,8 +53,10 @@ class Staging:
     transposed: bool = False
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
-        """The [query, key] matrix of the array in global memory that head (b, h) reads, by the load's leading indices;
-        nothing is read of it.
+        """A Ref to the [query, key] matrix of the array in global memory that head (b, h) reads, found by the load's
+        leading indices; nothing is read of it.
+
+        captures   captured arrays, Refs
         """
         program = TileProgram(
             self.derivative,
@@ -67,11 +69,12 @@ class Staging:
         return captures.score[self.load.capture].at[program.scalar_values(self.load.index[:-2])]
 
     def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:
-        """In the copying warpgroup: starts the copy of one tile into a free slot.
+        """In the copying warpgroup: starts the copy of one tile into a free slot, and does not wait.
 
-        slot     the slot in shared memory
-        source   the matrix from `source`
-        full     the barrier at which the copy arrives
+        slot      the slot in shared memory
+        source    the matrix from `source`
+        q0, kv0   first query and key of the tile
+        full      the barrier at which the copy arrives
         """
         tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
         plgpu.copy_gmem_to_smem(tile, slot, full)
@@ -180,7 +183,9 @@ class DirectGradientWriter:
     tiles       sizes of the dQ kernel
     outputs     for each gradient its array in global memory
     buffers     for each gradient one tile a warpgroup in shared memory
-    b, h, q0    head and first query of this warpgroup's tiles
+    group       number of the warpgroup
+    b, h, q0    head and first query of this warpgroup's tiles; arrays that the batch entries or heads share are written
+                at 0
     """
 
     gradients: tuple[DirectGradient, ...]

@@ -45,15 +45,17 @@ def first_cta(exchange: Exchange[Ref] | None) -> Scalar | bool:
 
 
 def in_first_cta(exchange: Exchange[Ref] | None, value: jax.Array) -> jax.Array:
-    """The vector or tile in the first CTA of a cluster, zeros in the others: what is added once to a sum over all CTAs."""
+    """`value`, a vector or tile in registers, in the first CTA of a cluster, zeros in the other, so that a sum over
+    both CTAs contains it once; `value` itself without an exchange.
+    """
     return (
         value if exchange is None else value * jnp.where(lax.axis_index(COLUMNS) == 0, jnp.float32(1), jnp.float32(0))
     )
 
 
 def begin(exchange: Exchange[Ref] | None, interpret: bool) -> None:
-    """In all warpgroups of all CTAs at the start: makes the barriers, and waits until the partner has made its own; nothing without
-    an exchange.
+    """Called at the start by all warpgroups of all CTAs: makes the mbarriers of the exchange, and waits until the
+    partner has made its own. Nothing without an exchange and in the simulator.
     """
     if exchange is None or interpret:
         return
@@ -76,7 +78,9 @@ def begin(exchange: Exchange[Ref] | None, interpret: bool) -> None:
 
 
 def end(exchange: Exchange[Ref] | None, interpret: bool) -> None:
-    """In all warpgroups of all CTAs at the end: waits until the partner is at its end; nothing without an exchange."""
+    """Called at the end by all warpgroups of all CTAs: waits until the partner is at its end, because it may still
+    write to this CTA's shared memory. Nothing without an exchange and in the simulator.
+    """
     if exchange is None or interpret:
         return
 
@@ -137,7 +141,14 @@ class PartialSums:
             odd: mgpu.FragmentedArray,
             rank: mgpu.FragmentedArray,
         ) -> None:
-            """One thread's part: expects the partner's bytes, waits for `free`, and sends its elements."""
+            """One thread's part: expects the partner's bytes at `full`, waits for `free`, and sends its elements.
+
+            tile              registers of the tile to send
+            tiles, barriers   memrefs of the CTA's tiles and of their mbarriers
+            group             number of the warpgroup
+            odd               1 if an odd number of tiles was exchanged before, else 0
+            rank              number of this CTA in the cluster
+            """
             values = [
                 element(tile.registers[at], item) for at, item, _ in positions_of(lowered(TILE), tile.shape).constants
             ]
@@ -191,7 +202,15 @@ class PartialSums:
             odd: mgpu.FragmentedArray,
             rank: mgpu.FragmentedArray,
         ) -> mgpu.FragmentedArray:
-            """One thread's part: waits for `full`, adds the partner's elements to its own, and tells the partner's `free`."""
+            """One thread's part: waits for `full`, adds the partner's elements to its own, and arrives at the partner's
+            `free`; returns the sum.
+
+            tile              registers of the tile that this CTA sent
+            tiles, barriers   memrefs of the CTA's tiles and of their mbarriers
+            group             number of the warpgroup
+            odd               1 if an odd number of tiles was exchanged before, else 0
+            rank              number of this CTA in the cluster
+            """
             positions = positions_of(lowered(TILE), tile.shape).constants
             full, slot = _places(tiles, barriers, scalar_of(group), len(positions) * 4 * WARPGROUP)
             _wait(full, scalar_of(odd))
@@ -220,7 +239,7 @@ class PartialSums:
 
 
 def _i32(value: int) -> ir.Value:
-    """The constant as an i32."""
+    """The Python int `value` as an i32 constant."""
     return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -230,10 +249,12 @@ def _address(memref: ir.Value) -> ir.Value:
 
 
 def _places(tiles: ir.Value, barriers: ir.Value, group: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
-    """(the address of the barrier `full` of the group, this thread's address in the tile of the group), i32; `free` is 8 bytes
-    after `full`.
+    """(the address of the barrier `full` of the group, this thread's address in the tile of the group), i32; `free` is
+    8 bytes after `full`.
 
-    size   bytes of a tile
+    tiles, barriers   memrefs of the CTA's tiles and of their mbarriers
+    group             number of the warpgroup
+    size              bytes of a tile
     """
     thread = arith.andi(ptx("mov.u32 $0, %tid.x;", result=ir.IntegerType.get_signless(32)), _i32(WARPGROUP - 1))
     own = arith.addi(arith.muli(group, _i32(size)), arith.muli(thread, _i32(4 * VECTOR)))
@@ -246,7 +267,9 @@ def _in_partner(address: ir.Value, partner: ir.Value) -> ir.Value:
 
 
 def _wait(barrier: ir.Value, parity: ir.Value) -> None:
-    """Waits for the phase with this parity, 0 for the first, of the barrier at an address."""
+    """Waits for the phase with this parity (0 for the first) of the mbarrier at the address `barrier`, both i32: each
+    thread polls.
+    """
     ptx(
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra AGAIN; DONE: }",
         barrier,

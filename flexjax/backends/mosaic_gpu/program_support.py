@@ -1,7 +1,7 @@
-"""Which traced programs the Hopper kernels can evaluate on a tile.
+"""Which traced programs the kernels can evaluate on a tile.
 
-A program is a traced mod (ir/program.py). Nothing here imports Mosaic, because plans are refused on machines without
-a GPU and with an older jax.
+A program is a traced mod (ir/program.py). Nothing here imports Mosaic, because plans are refused on machines without a
+GPU and with an older jax.
 """
 
 import math

@@ -57,7 +57,7 @@ def row_iota(rows: int) -> jax.Array:
 
 
 def zero_tile(shape: tuple[int, int]) -> jax.Array:
-    """A tile of zeros, [rows, columns] float32."""
+    """A tile of zeros, float32; `shape` is (rows, columns)."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
 
 

@@ -162,8 +162,8 @@ def fits(scratch: tuple) -> bool:
 
 
 def swizzle_bytes(columns: int, item: int, most: int = 128) -> int:
-    """The bytes over which SwizzledTiles with rows of so many elements are swizzled: the largest of 128, 64 and 32 that divides a
-    row.
+    """The bytes over which SwizzledTiles with rows of `columns` elements are swizzled: the largest of 128, 64 and 32
+    that divides a row. Raises StopIteration if 32 does not divide it.
 
     item   bytes of an element
     most   a larger swizzle is not taken

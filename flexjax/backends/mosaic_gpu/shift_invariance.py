@@ -50,8 +50,11 @@ def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int 
 
 
 def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """Id -> change of q, kv (`period`), the score (None), and the result of each step that the index needs, None where
-    unknown. The result of a load or Call has change 0 if no argument changes, else None.
+    """Id -> change of q, kv (`period`), the score (None), and the result of each step of `program` that `index` needs,
+    None where unknown. The result of a load or Call has change 0 if no argument changes, else None.
+
+    index    atoms of the program
+    period   in positions
     """
     needed = ir.uses(program.steps, index)
     known: dict[int, int | None] = {ir.Q: period, ir.KV: period, ir.SCORE: None}

@@ -69,13 +69,18 @@ CARDS = {
 
 
 def ring_barriers(copying: Copying, slots: int, groups: int) -> Barriers | None:
-    """The barriers at which the tiles of a ring with so many slots arrive; None with cp.async, which needs none.
+    """The barriers at which the tiles of a ring with so many slots arrive, one for each slot; None with cp.async, which
+    needs none.
 
-    groups   warpgroups of the CTA, each of which copies its share of a tile
+    copying   how tiles come to shared memory
+    slots     of the ring
+    groups    warpgroups of the CTA, each of which copies its share of a tile and so arrives once
     """
     return Barriers(slots, arrivals=groups) if copying == "tma" else None
 
 
 def meeting_barrier(groups: int, interpret: bool) -> Barriers | None:
-    """The mbarrier that stands for the CTA's barrier in the simulator; None on the device and for a single warpgroup."""
+    """The mbarrier that stands for the CTA's barrier in the simulator, with one arrival of each of `groups` warpgroups;
+    None on the device and for a single warpgroup.
+    """
     return Barriers(1, arrivals=groups) if interpret and groups > 1 else None

@@ -45,10 +45,12 @@ Fragment = Sequence[ir.Value]
 
 
 def product_transposed(left: Ref, right: Ref, interpret: bool) -> jax.Array:
-    """left right^T, [M, N] float32, a tile.
+    """left right^T, [M, N] float32, a tile. Both operands must be in shared memory for all warps; the call does not
+    wait for them.
 
-    left    [M, D] in shared memory, M a multiple of 64
-    right   [N, D] in shared memory, N a multiple of 16
+    left        [M, D] of 16 bits in shared memory (SwizzledTiles), M a multiple of 64, D of 16
+    right       [N, D] of the same dtype in shared memory (SwizzledTiles), N a multiple of 16
+    interpret   whether the kernel runs in the simulator
     """
     if interpret:
         return jnp.dot(left[...].astype(jnp.float32), right[...].astype(jnp.float32).T)
@@ -59,7 +61,7 @@ def product_transposed(left: Ref, right: Ref, interpret: bool) -> jax.Array:
         _swizzled(left), _swizzled(right), returns=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE)
     )
     def multiply(left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
-        """One thread's registers of the product."""
+        """One thread's registers of the product; `left` and `right` are memrefs of the operands."""
         a, b = SharedTile.of(left, depth, _left_lanes(own_rows=True)), SharedTile.of(right, depth, _right_lanes())
         sums = Sums.zero(rows, columns)
         for k in range(0, depth, K):
@@ -73,11 +75,13 @@ def product_transposed(left: Ref, right: Ref, interpret: bool) -> jax.Array:
 
 
 def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: bool) -> jax.Array:
-    """total + weights right, [M, N] float32, a tile.
+    """total + weights right, [M, N] float32, a tile. `right` must be in shared memory for all warps; the call does not
+    wait for it.
 
-    total     [M, N] float32, a tile
-    weights   [M, k], a tile in the dtype of `right`
-    right     [k, N] in shared memory, k and N multiples of 16
+    total       [M, N] float32, a tile, M a multiple of 64
+    weights     [M, k], a tile in the dtype of `right`
+    right       [k, N] of 16 bits in shared memory (SwizzledTiles), k and N multiples of 16
+    interpret   whether the kernel runs in the simulator
     """
     if interpret:
         return total + jnp.dot(weights.astype(jnp.float32), right[...].astype(jnp.float32))
@@ -88,7 +92,7 @@ def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: boo
         TILE, TILE, _swizzled(right), returns=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE)
     )
     def multiply(total: mgpu.FragmentedArray, weights: mgpu.FragmentedArray, right: ir.Value) -> mgpu.FragmentedArray:
-        """One thread's registers of the sum."""
+        """One thread's registers of the sum, from its registers of `total` and `weights`; `right` is a memref."""
         b = SharedTile.of(right, columns, _left_lanes(own_rows=False))
         sums = Sums.of(total)
         for k in range(0, depth, K):
@@ -105,18 +109,18 @@ def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: boo
 
 
 def _swizzled(ref: Ref) -> plgpu.RefType:
-    """The type of an argument of `inline_mgpu` that is SwizzledTiles of 16-bit elements."""
+    """The type by which `inline_mgpu` takes `ref`, a Ref to SwizzledTiles of 16-bit elements."""
     swizzle = swizzle_bytes(ref.shape[-1], 2)
     transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
     return plgpu.RefType(transforms)
 
 
 class Lanes(typing.NamedTuple):
-    """Where a lane reads its row of 8 elements for an ldmatrix: i32 offsets in rows and in chunks of 8 elements (0 or 1).
+    """Where a lane reads its row of 8 elements for an ldmatrix, relative to the corner of the 16 x 16 elements; i32.
 
-    row8     offset in rows, a multiple of 8
-    inner    row within the 8
-    chunk    0 or 1
+    row8    offset in rows, a multiple of 8
+    inner   row within the 8
+    chunk   which 8 elements of the row: 0 or 1
     """
 
     row8: ir.Value
@@ -169,7 +173,11 @@ class SharedTile:
 
     @classmethod
     def of(cls, memory: ir.Value, columns: int, lanes: Lanes) -> "SharedTile":
-        """The tile in `memory`, a memref of SwizzledTiles with rows of `columns` elements."""
+        """The tile in `memory`, a memref of SwizzledTiles with rows of `columns` elements of 16 bits; emits the lane's
+        part of the addresses.
+
+        lanes   where the lane reads in each ldmatrix
+        """
         i32 = ir.IntegerType.get_signless(32)
         c = lambda n: mgpu.c(n, i32)
         swizzle = swizzle_bytes(columns, 2)
@@ -182,10 +190,11 @@ class SharedTile:
         return cls(columns, arith.addi(start, offset), {})
 
     def load(self, row: int, column: int, transposed: bool = False) -> Fragment:
-        """The four registers of an ldmatrix of 16 x 16 elements from (row, column) on, in the order of the lanes' matrices.
+        """Emits the ldmatrix of the 16 x 16 elements from (row, column) on; returns its four registers, i32, in the
+        order of the lanes' matrices.
 
         row, column   multiples of 16
-        transposed    each matrix is transposed
+        transposed    whether each 8 x 8 matrix is transposed
         """
         swizzle = swizzle_bytes(self.columns, 2)
         chunks = swizzle // 16
@@ -211,7 +220,11 @@ class SharedTile:
 
 
 def _left_fragment(tile: mgpu.FragmentedArray, row: int, column: int) -> Fragment:
-    """The left operand of an mma.sync from a tile of 16-bit elements: rows from `row` on, columns column .. column + 15."""
+    """The left operand of an mma.sync from a thread's registers of a tile of 16-bit elements, whose warps have 16 rows
+    each of the 64 from `row` on, and the columns column .. column + 15.
+
+    row, column   multiples of 64 and of 16
+    """
     rows, columns = tile.shape
     registers = tile.registers.reshape(rows // WARPGROUP_ROWS, columns // 8, 2)
     m, n = row // WARPGROUP_ROWS, column // 8
@@ -221,7 +234,7 @@ def _left_fragment(tile: mgpu.FragmentedArray, row: int, column: int) -> Fragmen
 
 @dataclasses.dataclass
 class Sums:
-    """The sums of a product while it is emitted: the float32 registers of a tile.
+    """The sums of a product while it is emitted: one thread's float32 registers of a tile.
 
     shape    (rows, columns)
     values   [rows / 64, columns / 8] fragments
@@ -232,7 +245,7 @@ class Sums:
 
     @classmethod
     def zero(cls, rows: int, columns: int) -> "Sums":
-        """All zero."""
+        """The sums of a tile of `rows` x `columns` zeros."""
         zero: ir.Value = mgpu.c(0.0, ir.F32Type.get())
         values: list[list[Fragment]] = [
             [[zero, zero, zero, zero] for _ in range(columns // 8)] for _ in range(rows // WARPGROUP_ROWS)
@@ -241,7 +254,7 @@ class Sums:
 
     @classmethod
     def of(cls, tile: mgpu.FragmentedArray) -> "Sums":
-        """The elements of a float32 tile."""
+        """The sums that begin with the elements of a float32 tile."""
         rows, columns = tile.shape
         registers = tile.registers.reshape(rows // WARPGROUP_ROWS, columns // 8, 2)
         take = lambda pair: [vectors.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)]
@@ -252,10 +265,11 @@ class Sums:
         return cls((rows, columns), values)
 
     def add(self, lefts: list[Fragment], rights: list[Fragment], column: int, dtype: str) -> None:
-        """Adds the products of every left fragment with right fragments.
+        """Emits an mma.sync for every left with every right fragment, and replaces the values by those with the
+        products added.
 
         lefts    one for each 64 rows
-        rights   of neighbouring columns, the first in fragment column `column`
+        rights   of neighbouring fragment columns (8 columns each), the first of which is number `column`
         dtype    of the operands, as PTX names it
         """
         for m, left in enumerate(lefts):
@@ -263,7 +277,7 @@ class Sums:
                 self.values[m][column + n] = _mma(self.values[m][column + n], left, right, dtype)
 
     def tile(self) -> mgpu.FragmentedArray:
-        """The registers as a tile."""
+        """The sums as the registers of a float32 tile of `shape`."""
         layout = lowered(TILE)
         pair_type = ir.VectorType.get((2,), ir.F32Type.get())
         pairs = []
@@ -282,7 +296,10 @@ class Sums:
 
 
 def _mma(total: Fragment, left: Fragment, right: Fragment, dtype: str) -> Fragment:
-    """One mma.sync: total + left right."""
+    """Emits one mma.sync: total + left right, the new fragment of the sum.
+
+    dtype   of the operands, as PTX names it
+    """
     f32 = ir.F32Type.get()
     found = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4),

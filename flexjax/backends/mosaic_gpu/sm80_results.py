@@ -19,11 +19,12 @@ LANES = 4
 
 
 def write_rows(tile: jax.Array, target: Ref, rows: Scalar | None, interpret: bool) -> None:
-    """Writes a tile of 16-bit elements to global memory.
+    """Writes the calling warpgroup's tile of 16-bit elements from registers to global memory.
 
-    tile     [rows, columns], 16 bits
+    tile     [rows, columns], 16 bits, rows a multiple of 64, columns of 8
     target   [rows, columns] in global memory; it may reach past the end of the array
-    rows     how many rows of the tile exist, counted from its first; the others are not written. None: all
+    rows     how many rows of the tile exist, counted from its first; the others are not written. None: all exist. The
+             simulator writes all rows in either case, because its arrays are padded
     """
     if interpret:
         target[...] = tile
@@ -31,7 +32,12 @@ def write_rows(tile: jax.Array, target: Ref, rows: Scalar | None, interpret: boo
     height, width = tile.shape
 
     def write(tile: mgpu.FragmentedArray, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
-        """Emits the stores of one thread."""
+        """Emits the stores of one thread.
+
+        tile     its registers of the tile
+        target   memref of the rows in global memory
+        limit    how many rows exist, where that is given
+        """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         constant = lambda n: mgpu.c(n, i32)
         strides, _ = ir.MemRefType(target.type).get_strides_and_offset()
@@ -100,7 +106,7 @@ def _exchanged(own: list[ir.Value], lane: ir.Value) -> list[ir.Value]:
 
 
 def _joined(words: list[ir.Value]) -> ir.Value:
-    """Four i32 as a vector."""
+    """A vector of four i32, made of `words`."""
     joined = llvm.mlir_undef(ir.VectorType.get((LANES,), words[0].type))
     for n, word in enumerate(words):
         joined = vectors.insert(word, joined, dynamic_position=[], static_position=[n])

@@ -17,10 +17,14 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def refuses_mma(plan: KernelPlan, given: KernelPlan, card: Card) -> str | None:
-    """Why the kernels on mma.sync, or tcgen05 where the options ask for it, cannot run a plan whose arrays and programs the kernels
-    take, in a sentence; None if they can.
+    """Why the kernels on mma.sync, or tcgen05 where the options ask for it, cannot run a plan whose arrays and programs
+    the kernels take, in a sentence; None if they can.
 
     given   the same plan with the blocks of the user's block mask and its lengths
+    card    the GPU of the call
+
+    Reasons: float32 inputs, head dims above WIDEST_CTA, a split that the decode kernel cannot run, and options or a
+    block mask that no tile of the forward or the backward kernels fits.
     """
     by_tcgen05 = sm100_support.asked_for(plan.options)
     kernels = f"The GPU kernels on {'tcgen05' if by_tcgen05 else 'mma.sync'}"
@@ -51,9 +55,12 @@ def refuses_mma(plan: KernelPlan, given: KernelPlan, card: Card) -> str | None:
 
 
 def mma_candidates(plan: KernelPlan, card: Card, decodes: bool) -> list[dict[str, int]]:
-    """`MosaicGpu.tile_candidates` of the kernels on mma.sync or tcgen05, for a plan with the blocks that they visit.
+    """Tiles worth timing of the kernels on mma.sync or tcgen05, the expected best first: each a dict of the fields of
+    KernelOptions to set (`paired`).
 
-    decodes   whether the decode kernel runs its forward pass
+    plan      with the blocks that the kernels visit
+    card      the GPU of the call
+    decodes   whether the decode kernel runs the forward pass, which then has no candidates
     """
     found: Sequence[forward_sm80_tiles.MmaForwardTile | forward_sm100_tiles.Tcgen05ForwardTile]
     if sm100_support.asked_for(plan.options):
@@ -67,8 +74,12 @@ def mma_candidates(plan: KernelPlan, card: Card, decodes: bool) -> list[dict[str
 
 
 def paired(forward: Sequence[tuple[int, int, int]], backward: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    """The n-th candidate of the forward pass with the n-th of the backward pass; the shorter list repeats its last. Without candidates
-    of the forward pass, those of the backward pass alone.
+    """A dict of fields of KernelOptions for each pair of the n-th candidate of the forward pass and the n-th of the
+    backward pass; the shorter list repeats its last. Without candidates of the forward pass, those of the backward pass
+    alone. With candidates of the forward pass there must be some of the backward pass.
+
+    forward    (block_q, block_kv, num_stages) of each
+    backward   (block_q_bwd, block_kv_bwd) of each
     """
     names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
     if not forward:

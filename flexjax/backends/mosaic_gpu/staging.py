@@ -35,7 +35,7 @@ def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
 
 
 def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
-    """Whether the load reads element [..., q, kv] of a float array that TMA can copy tile by tile.
+    """Whether `load`, of `program`, reads element [..., q, kv] of a float array that TMA can copy tile by tile.
 
     TMA takes bfloat16, float16 or float32 arrays of 2 to MOST_DIMS dimensions, the last two multiples of PIECE (rows,
     bytes). Indices before these two must not depend on the query or key.
@@ -52,8 +52,8 @@ def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
 
 
 def _is_position(atom: ir.Atom, axis: str) -> bool:
-    """Whether an index is exactly the query number (`axis` "q") or exactly the key number (`axis` "kv"), with nothing
-    added.
+    """Whether `atom`, an index of a load, is exactly the query number (`axis` "q") or exactly the key number (`axis`
+    "kv"), with nothing added.
     """
     if not isinstance(atom, ir.Val) or atom.linear is None:
         return False

@@ -394,7 +394,7 @@ def follow_maximum(
             return arith.cmpf(arith.CmpFPredicate.OGT, value, arith.addf(known[row], mgpu.c(threshold, f32)))
 
         def raised(value: ir.Value) -> ir.Value:
-            """`whole_power` of a maximum in the unit of references."""
+            """`whole_power` of `value`, a maximum in the unit of references; an f32."""
             if powers_of_two == 1.0:
                 return mlir_math.ceil(value)
             up = mlir_math.ceil(arith.mulf(value, mgpu.c(powers_of_two, f32)))

@@ -235,8 +235,8 @@ SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
 
 
 def precision_name(params: dict[str, object]) -> str | None:
-    """The float dtype that `reduce_precision` with these parameters rounds to, by name; None if it is none of the
-    three.
+    """The float dtype, by name, that `reduce_precision` with the parameters `params` (exponent_bits, mantissa_bits)
+    rounds to: bfloat16, float16 or float32; None if it is none of the three.
     """
     bits = (params.get("exponent_bits"), params.get("mantissa_bits"))
     return {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}.get(bits)  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 class TileOrigin:
     """Where the rows of query and key lie in the whole problem (ir/origin.py), inside a kernel.
 
-    query, key   [rows, runs] int32 in global memory: the positions at which runs begin
+    layout       how many runs of which length queries and keys have, known at compile time
+    query, key   [batch entries or 1, runs] int32 in global memory: the positions at which runs begin
     """
 
     layout: OriginLayout
@@ -28,7 +29,7 @@ class TileOrigin:
 
     @classmethod
     def of(cls, plan: KernelPlan, refs: Sequence[Ref]) -> "TileOrigin | None":
-        """The origin of the plan with its two tables, None without one."""
+        """The origin of the plan with its two tables, `refs` (of queries, of keys); None for a plan without an origin."""
         return None if plan.origin is None else cls(plan.origin, *refs)
 
     def offset(self, axis: str, batch: jax.typing.ArrayLike, start: jax.typing.ArrayLike | None) -> Value:
@@ -48,7 +49,7 @@ class TileOrigin:
         return table[entry, number] - number * np.int32(run)
 
     def runs(self, axis: str) -> int:
-        """The number of runs of queries ("q") or keys ("kv")."""
+        """The number of runs of queries (`axis` "q") or keys ("kv")."""
         return self.layout.query_runs if axis == "q" else self.layout.key_runs
 
 

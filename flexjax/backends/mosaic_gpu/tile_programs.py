@@ -159,7 +159,9 @@ class TileProgram:
         return first + offset
 
     def scalar_values(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
-        """The values of these atoms, scalars that depend on batch entry and head alone."""
+        """The values of these atoms, scalars that depend on batch entry and head alone; a literal's is a numpy scalar. Raises
+        KeyError for an atom that no wanted result depends on, because it is not computed.
+        """
         return tuple(self._value_of(a).value for a in atoms)
 
     def with_loaded_tile(self, load: ir.Load, tile: jax.Array) -> "TileProgram":
@@ -343,8 +345,8 @@ class TileProgram:
         return TileValue(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
     def _broadcast(self, tile_value: TileValue, kind: str) -> Value:
-        """The value as an array of `kind`, with every deferred operation applied; `exact`, the tile as the mod computes
-        it, where the value has one.
+        """`tile_value` as an array of `kind`, with every deferred operation applied; `exact`, the tile as the mod
+        computes it, where the value has one.
 
         kind   SCALAR, ROW, COLUMN, NARROW or TILE, at least the rank of the value; TILE for a value with deferred parts
         """
@@ -380,7 +382,7 @@ class TileProgram:
         )
 
     def _as_tile(self, tile_value: TileValue) -> jax.Array:
-        """The value as a whole tile [rows, columns], with every deferred operation applied."""
+        """`tile_value` as a whole tile [rows, columns], with every deferred operation applied."""
         return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
