@@ -161,8 +161,8 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
 
 def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
-    """Whether some sizes of the dQ kernel fit shared memory with the direct gradients of `bias`; the array of `bias`
-    may then be staged or not.
+    """Whether the dQ kernel has sizes that fit shared memory with the direct gradients of `bias`, with the array of
+    `bias` staged or, where that leaves no room, read from global memory.
     """
     return bool(_candidates(plan, bias))
 

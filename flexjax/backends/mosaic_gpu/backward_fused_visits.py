@@ -58,14 +58,14 @@ def query_visits(
     order: DqOrder | None,
 ) -> QueryVisits[jax.Array]:
     """The visits that each of `kv_tiles` tiles of FUSED_KEYS keys makes to `q_tiles` tiles of `queries` queries;
-    computed by XLA before the kernel.
+    computed before the kernel, on the host if the lists are known, else by XLA.
 
     lists   the block lists of each key block
     order   of the additions to dQ, None for any order
 
     Every field is None without a block mask, because each key tile then visits all query tiles. With one, `tickets` are
-    None unless `order` is given, and `launch_order` is None if `order` is given or both lists are missing; in that
-    last case no key tile visits anything (zeros). Partial and full blocks are merged, in the order of their queries.
+    None unless `order` is given, and `launch_order` is None if `order` is given or both lists are missing; in that last
+    case no key tile visits anything (zeros). Partial and full blocks are merged, in the order of their queries.
     """
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:

@@ -111,8 +111,8 @@ class _Cta(VisitingCta):
         sums = Sums(zero(self.outputs.d_key, scratch.own_first), zero(self.outputs.d_value, scratch.own_second))
 
         def begin(head: Scalar) -> RowMath:
-            """P and dS of this warpgroup's keys for one query head; `head` is its number among those that read the key
-            head.
+            """The RowMath of this warpgroup's keys, which computes their P and dS, for one query head; `head` is its
+            number among those that read the key head.
             """
             return self.math.at_rows(sequence.b, sequence.first_head + head, kv0, self.inputs.captures)
 

@@ -93,7 +93,7 @@ class VisitSequence:
         return h if self.kv_group is None else lax.div(h, jnp.int32(self.kv_group))
 
     def counts(self, head: Scalar) -> VisitCounts:
-        """How many visits the head has without and with the mask."""
+        """How many visits the head has without and with the mask, read from the lists in the kernel."""
         return self.visits.counts(self.lists, self.b, self.first_head + head, self.tile)
 
     def first(self) -> Visit:
@@ -209,17 +209,19 @@ class VisitedTiles:
 
     @property
     def copies(self) -> Copies:
-        """How tiles are copied."""
+        """The Copies of the kernel, by which this warpgroup copies its share of a tile."""
         tiles = self.tiles
         return Copies(tiles.copying, tiles.groups, self.plan.options.interpret, self.scratch.meeting)
 
     def begin(self, arrays: tuple[Ref, Ref], head: Scalar, start: Scalar, length: int, visit: Visit) -> None:
-        """Starts the copies of the CTA's own tokens and of the first visited tile, and waits until the own tokens are there.
+        """Starts the copies of the CTA's own tokens and of the first visited tile, if there is one, and waits until the
+        own tokens are there; called once, before the visits.
 
-        arrays          of the owned axis, in the order of `VisitedTiles.arrays`
-        head, start     head and first token of the owned tile
-        length          tokens of the owned axis
-        visit           the first visit
+        arrays   of the owned axis, in the order of `VisitedTiles.arrays`
+        head     of the owned arrays: query head, or key head where keys are owned
+        start    first token of the owned tile
+        length   tokens of the owned axis
+        visit    the first visit
         """
         scratch, copies = self.scratch, self.copies
         arrived = None if scratch.own_full is None else scratch.own_full.at[0]
@@ -308,12 +310,12 @@ class VisitingCta:
 
     @property
     def own_start(self) -> Scalar:
-        """The first token that the CTA owns."""
+        """Number of the first token that the CTA owns."""
         return self.sequence.tile * self.tiles.owned
 
     @property
     def group_start(self) -> Scalar:
-        """The first token that this warpgroup owns."""
+        """Number of the first token that this warpgroup owns."""
         return self.own_start + self.visited.copies.group * self.tiles.rows
 
     def statistics(self, head: Scalar, first: Scalar, count: int, layout: typing.Any) -> tuple[jax.Array, jax.Array]:

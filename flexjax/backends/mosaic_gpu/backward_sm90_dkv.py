@@ -211,8 +211,8 @@ class _Cta(TileCta):
         common.lower_register_limit(tiles.groups)
 
         def begin(h: Scalar) -> Ref | None:
-            """The [query, key] matrix of the staged array that query head h reads, in global memory; None where
-            nothing is staged.
+            """A Ref to the [query, key] matrix, in global memory, of the staged array that query head h reads; None
+            where nothing is staged.
             """
             return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
 

@@ -108,7 +108,9 @@ class _Cta(TileCta):
         return self.own.b, self.own.key_head, self.kv0
 
     def partial_sums(self, group: int) -> PartialSums:
-        """How S (`group` 0) or dP (1) becomes a sum over all columns where the CTAs of a cluster share them."""
+        """How the tiles of S (`group` 0, the dV warpgroup) or of dP (1, the dK warpgroup) become sums over all columns
+        where the CTAs of a cluster share them.
+        """
         return PartialSums(self.scratch.exchange, group, self.interpret)
 
     def own_tile(self, tile: Ref) -> tuple[Ref, ...]:
@@ -119,7 +121,7 @@ class _Cta(TileCta):
         return slot_parts(tile, common.not_hoisted(jnp.int32(0), self.interpret), self.parts)
 
     def rows_math(self, h: Scalar) -> RowMath:
-        """P and dS of the CTA's key tile for query head h."""
+        """The RowMath of the CTA's key tile, which computes its P and dS, for query head h."""
         return self.math.at_rows(self.own.b, h, self.kv0, self.inputs.captures)
 
     def compute_dv(self, d_value: Ref) -> None:

@@ -128,7 +128,7 @@ class _FusedSetup:
 
     @property
     def sums(self) -> int:
-        """Number of partial dQ sums of a head, see dq_order.py."""
+        """Number of partial dQ sums of a head (dq_order.py); 1 where additions are in any order."""
         return 1 if self.order is None else self.order.sums
 
     @property
@@ -138,7 +138,9 @@ class _FusedSetup:
 
     @property
     def dq_is_late(self) -> bool:
-        """Whether the product for dQ of a visit is issued one visit later (see the top of this file)."""
+        """Whether the product for dQ of a visit is issued one visit later (see the top of this file): if additions are
+        in any order and there is neither score_mod nor dropout.
+        """
         return self.order is None and self.plan.score is None and self.plan.dropout is None
 
 

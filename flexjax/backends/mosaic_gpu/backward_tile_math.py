@@ -162,12 +162,16 @@ class TileMath:
 
     @property
     def starts_at_minus_delta(self) -> bool:
-        """Whether the accumulator of dP starts from -delta instead of 0, which saves the subtraction and its registers."""
+        """Whether the accumulator of dP starts from -delta instead of 0, which saves the subtraction and its registers.
+        It does without dropout, unless `rounds_weights`: then dP and delta have different factors.
+        """
         return self.plan.dropout is None and not self.rounds_weights
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether cotangents of loads take the weights that the forward pass rounded (`Probabilities.rounded`)."""
+        """Whether cotangents of loads take the weights that the forward pass rounded (`Probabilities.rounded`): if some
+        loads are asked for and the plan's passes round weights alike.
+        """
         return bool(self.loads_only or self.loads_too) and self.plan.rounds_weights_alike
 
     def _is_one(self, result: int) -> bool:
@@ -242,11 +246,13 @@ class TileMath:
         )
 
     def broadcast_rows(self, vector: jax.Array) -> jax.Array:
-        """A vector over the rows of a tile, broadcast to the tile."""
+        """A vector over the rows of a tile, [rows], broadcast to [rows, columns]."""
         return lax.broadcast_in_dim(vector, self.shape, (0,))
 
     def broadcast(self, vector: jax.Array, axis: str) -> jax.Array:
-        """A vector over queries (`axis` "q") or keys ("kv"), broadcast to the tile."""
+        """A vector over queries (`axis` "q") or keys ("kv"), broadcast along the other axis to the tile, [rows,
+        columns].
+        """
         return lax.broadcast_in_dim(vector, self.shape, (int(axis != self.row_axis),))
 
 
@@ -388,13 +394,15 @@ class ColumnMath:
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with the values that `load` reads given as `value`, [rows, columns], such as a staged tile; the
-        program then does not load them.
+        program then does not load them. Only where there is a score_mod.
         """
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))
 
     def dropout_multiplier(self) -> jax.Array:
-        """The dropout multiplier of each entry of the tile: 0, or 1 / (1 - rate)."""
+        """The dropout multiplier of each entry of the tile, [rows, columns] float32: 0, or 1 / (1 - rate). Only where
+        the plan has dropout.
+        """
         assert self.dropout is not None
         return self.dropout.tile()[0]
 

@@ -69,7 +69,9 @@ def swizzle_for(visited: int) -> int:
 
 
 def splits_dkv(plan: KernelPlan) -> bool:
-    """Whether the split kernel computes dK and dV (LARGEST_UNSPLIT_DIM)."""
+    """Whether the split kernel computes dK and dV: for padded columns of a CTA above LARGEST_UNSPLIT_DIM, half of it
+    for float32.
+    """
     return max(padded_dims(plan)) * parts_of(plan) > LARGEST_UNSPLIT_DIM
 
 

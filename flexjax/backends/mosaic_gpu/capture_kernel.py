@@ -130,12 +130,12 @@ class CaptureKernel:
 
     @property
     def groups(self) -> int:
-        """Number of computing warpgroups."""
+        """Number of computing warpgroups, of ROWS queries each: 1 or 2."""
         return self.shape.tile // ROWS
 
     @property
     def part_keys(self) -> int:
-        """Keys of a part of a tile."""
+        """Keys of a part of a tile: ROWS, or in the kernel for mma.sync what `keys_of_part` gives."""
         return ROWS if self.card is None else keys_of_part(self.plan)
 
     @property
@@ -155,14 +155,16 @@ class CaptureKernel:
 
     @property
     def scatters_each_tile(self) -> bool:
-        """Whether the kernel adds g of every tile to the elements of the array as soon as g is computed, and keeps no sums
-        in registers.
+        """Whether the kernel adds g of every tile to the elements of the array as soon as g is computed, and keeps no
+        sums in registers: SCATTER, unless the lists are diagonals.
         """
         return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property
     def sums_over_keys(self) -> bool:
-        """Whether all key parts of a tile share one accumulator, because g is summed over keys later anyway."""
+        """Whether all key parts of a tile share one accumulator: for lists of a scalar or row load, whose g is summed
+        over keys later anyway.
+        """
         return self.shape.kind in (ir.SCALAR, ir.ROW)
 
     @property
@@ -200,7 +202,7 @@ class CaptureKernel:
         return Visit(head, jnp.where(steps > 0, lists.tile[at], 0))
 
     def corner(self, visit: Visit) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """(batch entry, query head, first query, first key) of a visit."""
+        """(batch entry, query head, first query, first key) of a visit, int32 scalars."""
         number, code = visit
         b, h = self.head(number)
         tile = lax.shift_right_logical(code, jnp.int32(1))
@@ -432,7 +434,9 @@ class ListCta:
 
                 @when(self.steps > 0)
                 def scatter_part(part: int = part, total: jax.Array = total) -> None:
-                    """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
+                    """Adds the sums of part number `part` of the diagonal's tiles, `total`, to the elements that the
+                    load reads; called in a branch where the list has visits.
+                    """
                     if shape.whole is None:
                         q0, kv0 = kernel.first_on_diagonal(self.list_number)
                     else:

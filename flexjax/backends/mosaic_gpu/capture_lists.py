@@ -129,10 +129,10 @@ def shape_for(
     period   of a diagonal, in tiles (shift_invariance.py)
     whole    (rows, columns) of tiles of the whole problem, if lists are to be for its diagonals (`whole_tiles`)
 
-    Those that share are joined for scalar and tile loads, and for the others where enough lists for a GPU
-    (LISTS_WANTED) are left; heads are joined before batch entries. Joined ones that share the block mask too are
-    repeated by each list (`repeats`). There is a list for each row, column, diagonal (of each row modulo `period`) or
-    tile. A scalar has as many as make LISTS_WANTED in all, but no more than it has visits, and at least one.
+    Heads that share elements, then batch entries that do, are joined: always for scalar and tile loads, for the others
+    only where enough lists for a GPU (LISTS_WANTED) are left. Joined ones that share the block mask too are repeated by
+    each list (`repeats`). There is a list for each row, column, diagonal (of each row modulo `period`) or tile. A
+    scalar has as many as make LISTS_WANTED in all, but no more than it has visits, and at least one.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (sum(whole or (rows, columns)) - 1) * period
@@ -232,8 +232,11 @@ def _diagonals(
 
 
 def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tuple[jax.Array, ...]:
-    """The visits of each head of the block mask: (row of tiles, column of tiles, 1 where the mask applies, whether
-    the visit exists).
+    """The visits of each head of the block mask: (row of tiles, column of tiles, 1 where the mask applies, whether the
+    visit exists).
+
+    lists   the block lists of the call; None: every tile is visited
+    shape   of the lists to make, which has the size and the number of tiles
 
     Each is [batch, heads, visits], with the batch and heads of the block mask; 1 and 1 without one, where every tile is
     visited, with the mask if the plan has a mask_mod. Block lists are padded to one width, so some visits do not exist,

@@ -78,6 +78,7 @@ def add_at(
 ) -> jax.Array:
     """`total` with the sums of one load added to the elements that the load reads.
 
+    operands     of the call: other captured arrays and the origin, from which indices may be computed
     derivative   the program of the load, which computes its index
     sums         [b, h, ...] from `capture_gradients._load_sums`
     total        float32, in the shape of the captured array

@@ -26,7 +26,9 @@ ROWS = 64
 
 
 def _dims(plan: KernelPlan) -> tuple[int, int]:
-    """The padded columns of a CTA, without extra features: of queries and keys, of values (columns.py)."""
+    """(columns of queries and keys, columns of values) of a CTA, padded to what the kernels take. `plan.extra_dim` does
+    not count: callers that have extra features join them to the head dim before.
+    """
     ctas = ctas_of(plan)
     return padded_dim(columns_of(plan.head_dim, ctas)), padded_dim(columns_of(plan.value_dim, ctas))
 

@@ -70,7 +70,9 @@ def is_full(plan: KernelPlan) -> bool:
 
 
 def is_triangle(plan: KernelPlan) -> bool:
-    """Whether the mask is causal-like, by a pattern of mask_mod: the last visible key grows with the query."""
+    """Whether there is a block mask whose mask_mod is causal-like, by a pattern of its program: the last visible key
+    grows with the query. False for block lists without a mask_mod.
+    """
     return plan.blocks is not None and plan.mask is not None and patterns.is_causal_like(plan.mask)
 
 

@@ -30,7 +30,7 @@ def parts_of(plan: KernelPlan) -> int:
 
 
 def part_dtype(plan: KernelPlan) -> str:
-    """Name of the dtype of the parts, which WGMMA multiplies."""
+    """Name of the dtype of the parts, which WGMMA multiplies: bfloat16 for float32, the plan's own dtype for 16 bits."""
     return "bfloat16" if plan.dtype == "float32" else plan.dtype
 
 

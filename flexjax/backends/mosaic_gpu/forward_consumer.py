@@ -187,8 +187,8 @@ class QueryTile(QueryRows[ForwardTile]):
         steps = self._staggered_steps if tile.overlap else self._whole_steps
 
         def no_steps(out: jax.Array) -> tuple[jax.Array, State, Position]:
-            """For a work item whose block lists are empty: (`out` as it is, the softmax state before the first tile,
-            position of the tile).
+            """For a work item whose block lists are empty: releases the queries and returns (`out` as it is, the
+            softmax state before the first tile, position of the tile).
             """
             return out, setup.softmax.start, self._release_queries()
 
@@ -404,7 +404,7 @@ class QueryTile(QueryRows[ForwardTile]):
         return slot_parts(self.scratch.query, slot, tile.parts, pl.ds(self.group * tile.rows, tile.rows))
 
     def _transposed_keys(self, slot: Scalar) -> tuple[Ref, ...]:
-        """The keys in a slot, transposed, [D, block_kv] for each part."""
+        """Refs to the keys in slot `slot` of the key ring, transposed, [D, block_kv] for each part; nothing is moved."""
         return tuple(keys.transpose((1, 0)) for keys in slot_parts(self.scratch.key, slot, self.setup.tile.parts))
 
     def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
@@ -434,7 +434,7 @@ class QueryTile(QueryRows[ForwardTile]):
 
     def _with_staged(self, score: TileProgram, n: Scalar) -> TileProgram:
         """The score program with the values of the staged array for step n, read from their slot, which is then
-        released; `score` itself if nothing is staged.
+        released; `score` itself if nothing is staged. It waits until the tile is there.
         """
         setup, scratch = self.setup, self.scratch
         if setup.staged is None:

@@ -160,7 +160,9 @@ class MmaRows(QueryRows[MmaForwardTile]):
         return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, lax.min(n, self.item.total - 1))
 
     def _copy_queries(self) -> None:
-        """Begins to copy the queries of the CTA, as a part of the first group."""
+        """Starts the copy of the CTA's queries, and does not end its group: the keys of step 0 follow in the same
+        group.
+        """
         plan, tile, item = self.setup.plan, self.setup.tile, self.item
         first = item.q_tile * tile.block_q
         source = rows_of(self.inputs.query, plan.layout, item.b, item.h, first, tile.block_q)

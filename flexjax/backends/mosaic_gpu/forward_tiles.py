@@ -85,7 +85,9 @@ class ForwardTile:
 
     @property
     def copies(self) -> int:
-        """Copies that fill one slot of keys or of values."""
+        """Copies that fill one slot of keys or of values: one for each part, or for keys in pages one for each
+        `page_rows` keys.
+        """
         return self.block_kv // self.page_rows if self.page_rows else self.parts
 
     @property
@@ -227,10 +229,9 @@ def wgmma_dim(dim: int) -> int:
 
 
 def _columns(plan: KernelPlan, ctas: int) -> tuple[int, int]:
-    """(columns of queries and keys, columns of values) of a CTA.
-
-    Where the columns are split, both are multiples of 32, a swizzle of 64 bytes; those of values of 64, the columns of an output
-    part, unless the output leaves over the queries.
+    """(columns of queries and keys, columns of values) of a CTA, if `ctas` CTAs share the columns: with one, each head
+    dim as WGMMA takes it. Where columns are split, both are multiples of 32, a swizzle of 64 bytes; those of values of
+    64, the columns of an output part, unless the output leaves over the queries.
     """
     dims = plan.head_dim + plan.extra_dim, plan.value_dim
     if ctas == 1:
@@ -324,7 +325,7 @@ def _allowed(size: int, option: int | None, mask_block: int | None) -> bool:
 
 
 def _ring_size(head_dim: int, value_dim: int) -> int:
-    """The key of RINGS for these head dims: the smallest that is not below the larger of the two."""
+    """The smallest key of RINGS that is not below `head_dim` and `value_dim`, the columns of a CTA."""
     return next(n for n in RINGS if max(head_dim, value_dim) <= n)
 
 

@@ -103,7 +103,7 @@ class OnlineSoftmax:
 
     @property
     def no_rescale(self) -> Rescale:
-        """The rescaling of a tile that leaves every reference as it was."""
+        """The rescaling of a tile that leaves every reference as it was: factors 1, and `needed` 0."""
         return Rescale(self._row_vector(1.0), jnp.int32(0))
 
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
@@ -191,7 +191,11 @@ class OnlineSoftmax:
         return top, Rescale(self.power(base - top), jnp.int32(1))
 
     def _row_plus_slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
-        """The narrow tile [rows, PERIOD] of row[r] + column_slope * log2(e) * c at row r and column c."""
+        """The narrow tile [rows, PERIOD] of row[r] + column_slope * log2(e) * c at row r and column c.
+
+        row            [rows] float32, in powers of two
+        column_slope   scalar, in units of scores
+        """
         return thread_tiles.affine_tile(
             row, column_slope * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret
         )
@@ -272,8 +276,7 @@ class OnlineSoftmax:
         return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
-        """The natural logarithm of the softmax denominator, [rows]; -inf where reference and total say that nothing is
-        visible.
+        """The natural logarithm of the softmax denominator, [rows]; -inf for a row whose total is 0.
 
         reference   [rows], in the unit of references
         total       [rows], the sum of exponentials relative to `reference`

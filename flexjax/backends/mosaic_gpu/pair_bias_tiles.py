@@ -203,7 +203,9 @@ class DirectGradientWriter:
         return (self.tiles.rows, self.tiles.keys)
 
     def write(self, values: tuple[jax.Array, ...], kv0: Scalar) -> None:
-        """Starts the copies of one tile of each gradient to global memory, for the keys from `kv0`.
+        """Stores one tile of each gradient in shared memory and starts its copy to global memory, for the keys from
+        `kv0`, once the copies that were started earlier have read the buffers. It does not wait for the new copies.
+        Nothing without direct gradients.
 
         values   [queries, keys] float32 for each gradient
         """
@@ -224,7 +226,7 @@ class DirectGradientWriter:
 
         @when(count > 0)
         def fill_and_send() -> None:
-            """Fills the buffers with zeros and copies them to every key tile that the query tile skips."""
+            """Fills the buffers with zeros, and starts their copies to every key tile that the query tile skips."""
             zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
             self._fill((zero,) * len(self.gradients))
             key_tile = lambda i: visits.tile(skipped, self.b, self.h, tile, i, False)

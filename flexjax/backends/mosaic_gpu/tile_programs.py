@@ -165,8 +165,8 @@ class TileProgram:
         return tuple(self._value_of(a).value for a in atoms)
 
     def with_loaded_tile(self, load: ir.Load, tile: jax.Array) -> "TileProgram":
-        """The program with the values that `load` reads on this tile given as `tile`, [rows, columns]; the load is
-        then not computed.
+        """The program with the values that `load` reads on this tile given as `tile`, [rows, columns] in the dtype of
+        `tile_ops.inner_dtype`; the load is then not computed. Called before `tile`.
         """
         new = self._copy()
         new.env[load.out.id] = TileValue(TILE, tile)
@@ -369,8 +369,8 @@ class TileProgram:
         return registers.broadcast_vector(tile_value.value, tile_value.kind, narrow if kind == NARROW else self.shape)
 
     def _without_row_term(self, tile_value: TileValue) -> jax.Array:
-        """The tile value * factor * narrow_factor + column_slope * c, [rows, columns]: all parts but `row_term` and
-        `offset`.
+        """`tile_value` as a tile, [rows, columns], with all deferred parts applied but `row_term` and `offset`: value *
+        factor * narrow_factor + column_slope * c.
         """
         alone = self._broadcast(
             dataclasses.replace(tile_value, row_term=None, offset=None, column_slope=None, exact=None), TILE

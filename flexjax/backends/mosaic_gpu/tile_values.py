@@ -115,8 +115,8 @@ def deferred_sum(a: TileValue, b: TileValue, sign: int) -> TileValue | None:
 
     With an affine tile, another affine tile, a scalar or a row vector gives an affine tile. A tile plus or minus an
     affine tile gets `row_term`, `offset` and `column_slope`, in place of those that it may have. None for an affine
-    tile minus a tile, for any other kind, and if neither is affine. `exact` of the result is that of the operand it was
-    made from, if any; the caller sets it.
+    tile minus a tile, for any other kind, and if neither is affine. The result may still have the `exact` of an
+    operand, which is not its own: the caller replaces it.
     """
     if a.affine_slope is not None and b.affine_slope is not None:
         return TileValue(
