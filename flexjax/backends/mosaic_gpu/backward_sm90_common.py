@@ -78,10 +78,11 @@ def padded_len(plan: KernelPlan, axis: str) -> int:
 
 
 def pad(x: jax.Array, plan: KernelPlan, axis: str, ctas: int = 1) -> jax.Array:
-    """x, [B, T, N, D] or [B, N, T, D] by the plan's layout, with zeros appended to T and D up to the sizes that the kernels take.
+    """x, [B, T, N, D] or [B, N, T, D] by the plan's layout, with zeros appended to T and D up to the sizes that the
+    kernels take (`padded_len`, `padded_dim`).
 
     axis   "q" or "kv", what T counts
-    ctas   CTAs that share the columns (columns.py)
+    ctas   CTAs that share the columns (columns.py), each of which has padded columns of its own; 1: a CTA has all
     """
     dim = padded_dim(columns_of(x.shape[3], ctas)) * ctas
     return kernel_parts.pad(x, plan.layout, padded_len(plan, axis), dim)
@@ -103,8 +104,11 @@ class Tokens(typing.NamedTuple, typing.Generic[Part]):
 
 
 def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Tokens[jax.Array]:
-    """Query, key, value and `d_out`, the cotangent of the result, padded and in parts as the kernels take them; `stats`
-    from row_statistics.py.
+    """The arrays over tokens of a call as the kernels take them: query, key, value and `d_out` padded and in parts.
+
+    operands   of the call, with extra features joined to the head dim
+    d_out      the cotangent of the result, in its shape
+    stats      from row_statistics.py, taken as they are
     """
     padded = lambda x, axis: split(pad(x, plan, axis, ctas_of(plan)), parts_of(plan))
     keys = padded(operands.key, "kv"), padded(operands.value, "kv")
@@ -121,8 +125,8 @@ class Captures(typing.NamedTuple, typing.Generic[Part]):
 
 
 def captures_of(operands: Operands) -> Captures[jax.Array]:
-    """The captured arrays of a call as kernels take them (`memory.kernel_operand`: booleans as int8, scalars as [1]), and
-    the tables of its origin.
+    """The captured arrays of `operands` as kernels take them (`memory.kernel_operand`: booleans as int8, scalars as
+    [1]), and the two tables of its origin, () without one.
     """
     groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
     origin = () if operands.origin is None else tuple(operands.origin)
@@ -148,9 +152,11 @@ class BackwardCall(typing.NamedTuple):
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the dQ kernels and of all dK/dV kernels but the fused one.
 
-    lists     block lists of the axis whose tiles the CTAs own (`tile_visits.visit_lists`): of query blocks for dQ
-    order     which owned tile each CTA takes (`tile_visits.longest_first`); None: tiles in ascending order
-    skipped   for direct gradients of the dQ kernel: the key blocks that each query block does not visit
+    tokens     the padded arrays over tokens
+    lists      block lists of the axis whose tiles the CTAs own (`tile_visits.visit_lists`): of query blocks for dQ
+    order      which owned tile each CTA takes (`tile_visits.longest_first`); None: tiles in ascending order
+    captures   captured arrays
+    skipped    for direct gradients of the dQ kernel: the key blocks that each query block does not visit
     """
 
     tokens: Tokens[Part]
@@ -194,18 +200,22 @@ def lower_register_limit(groups: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Products of tiles, acc += a @ b, by WGMMA, asynchronously; in the simulator (`simulated`) by dots on float32
-    scratch.
+    """Products of tiles, acc += a @ b, by WGMMA, asynchronously; in the simulator by dots on float32 scratch.
 
-    A product is *in flight* between its start and the wait for it. A product of operands in parts (float_parts.py) is
-    several WGMMAs, and counts as one.
+    simulated   whether the kernel runs in the simulator
+    parts       of each operand (float_parts.py)
+
+    A product is *in flight* between its start and the wait for it. A product of operands in parts is several WGMMAs,
+    and counts as one.
     """
 
     simulated: bool
     parts: int = 1
 
     def split(self, tile: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
-        """The parts of a tile, [rows, columns] float32, in the dtype that WGMMA multiplies."""
+        """The `parts` parts of a tile, [rows, columns] float32, each of the tile's shape in `dtype`, the dtype that
+        WGMMA multiplies.
+        """
         return tile_parts(tile, dtype, self.parts, self.simulated)
 
     def accumulators(self, body: Callable[..., Result], *shapes: tuple[int, int]) -> Result:
@@ -235,7 +245,9 @@ class Products:
             self._add_pair(acc, left[m], right[n], a_t, b_t)
 
     def _add_pair(self, acc: Ref, a: Ref | jax.Array, b: Ref, a_t: bool, b_t: bool) -> None:
-        """`add` for one part of each operand."""
+        """Starts acc += a @ b for one part of each operand, or computes it in the simulator; `a_t` and `b_t` as for
+        `add`.
+        """
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)  # pyright: ignore[reportArgumentType]  # Refs, see `Ref`
             return
@@ -253,7 +265,9 @@ class Products:
         return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=self._wgmmas(in_flight))
 
     def wait(self, in_flight: int) -> None:
-        """Waits until at most `in_flight` products of this warpgroup are unfinished."""
+        """Waits until at most `in_flight` products of this warpgroup, the newest, are unfinished; in the simulator all
+        are finished already.
+        """
         if not self.simulated:
             plgpu.wgmma_wait(self._wgmmas(in_flight))
 
@@ -339,7 +353,9 @@ class QueryRings:
         copy_parts(self.plan, tokens.d_out, b, h, q0, target, scratch.out_full.at[out_slot])
 
     def tiles(self, q_slot: Scalar, out_slot: Scalar) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
-        """(the parts of Q, the parts of dO) in these slots."""
+        """(the parts of Q in slot `q_slot`, the parts of dO in slot `out_slot`), Refs to [queries, D or E]; nothing is
+        waited for.
+        """
         parts = parts_of(self.plan)
         return slot_parts(self.scratch.query, q_slot, parts), slot_parts(self.scratch.d_out, out_slot, parts)
 
@@ -350,6 +366,9 @@ class QueryRings:
         return kernel_parts.load(self.scratch.stats.at[q_slot, which], ALONG_COLUMNS)
 
     def drain(self, total: Scalar) -> None:
-        """In the copying warpgroup, after `total` visits: waits until all slots were read."""
+        """In the copying warpgroup at the end: waits until all slots were read.
+
+        total   how many visits were copied (`fill`)
+        """
         free = self.scratch.query_free, self.scratch.out_free
         wait_until_read(total, (free[0], self.query_slots), (free[1], self.out_slots))

@@ -114,7 +114,9 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     @property
     def keys_may_overhang(self) -> bool:
-        """Whether some key tile reaches past the last key."""
+        """Whether some key tile that is visited may reach past the last key: the number of keys is no multiple of a key
+        tile or of a mask block.
+        """
         plan = self.plan
         return bool(
             plan.kv_len % self.tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv)
@@ -152,6 +154,8 @@ class HopperSetup(ForwardSetup[ForwardTile]):
 
 
 def present(ref: Ref | None) -> Ref:
-    """`ref` itself: a field of Inputs or ForwardScratch that may be None in general, but not in this configuration."""
+    """`ref` itself: a field of Inputs or ForwardScratch that may be None in general, but not in this configuration.
+    Raises AssertionError for None.
+    """
     assert ref is not None
     return ref

@@ -82,7 +82,7 @@ class MmaForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def forward_scratch(tile: MmaForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> MmaForwardScratch:
-    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+    """The shared memory of a CTA with the configuration `tile`, in the descriptions that `kernel_parts.launch` takes.
 
     dtype       of queries, keys and values, two bytes
     interpret   whether the kernel runs in the simulator

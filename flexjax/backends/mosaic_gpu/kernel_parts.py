@@ -196,7 +196,9 @@ def _allocated(part: Description, interpret: bool) -> object:
 
 
 def _swizzled(part: SwizzledTiles) -> object:
-    """The Pallas allocation of tiles that TMA writes and WGMMA reads, with the largest swizzle that divides a row."""
+    """The Pallas allocation of `part`, tiles that TMA writes and WGMMA reads, with the largest swizzle up to
+    `part.swizzle` that divides a row.
+    """
     item = jnp.dtype(part.dtype).itemsize
     swizzle = swizzle_bytes(part.shape[-1], item, part.swizzle)
     transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
@@ -282,7 +284,7 @@ def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
 
 
 def i32(value: jax.typing.ArrayLike) -> jax.Array:
-    """The number as int32 of shape []: indices of a kernel are int32, whatever jax's default is."""
+    """`value` as int32 of shape []: indices of a kernel are int32, whatever jax's default is."""
     return jnp.asarray(value, jnp.int32)
 
 

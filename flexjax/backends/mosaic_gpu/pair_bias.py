@@ -47,11 +47,11 @@ Dims = tuple[tuple[str, int], ...]
 
 
 def _axis_and_start(atom: ir.Atom) -> tuple[str, int] | None:
-    """(axis, index at position 0) if the index is that axis plus a constant, ("", constant) if it is constant, else
-    None.
+    """(axis, index at position 0) if the index `atom` is that axis plus a constant, ("", constant) if it is constant,
+    else None.
 
-    This is the entry of `Dims` for one dimension. An axis times 2, or an axis plus a number that is not constant,
-    gives None.
+    This is the entry of `Dims` for one dimension. An axis times 2, or an axis plus a number that is not constant, gives
+    None.
     """
     if isinstance(atom, ir.Lit):
         return "", int(atom.value)
@@ -284,9 +284,10 @@ def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[ja
     """The captured arrays with the staged array padded with zeros to whole tiles for the simulator, which does not
     zero-fill past an end.
 
+    bias       says which array is staged
     captures   as kernels take them
 
-    Unchanged on the device, where TMA fills with zeros.
+    Unchanged on the device, where TMA fills with zeros, and where no array is staged.
     """
     if bias.staged is None or not plan.options.interpret:
         return captures

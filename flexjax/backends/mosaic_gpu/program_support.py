@@ -43,8 +43,8 @@ def unsupported(program: ir.Program) -> str | None:
 
 
 def _unsupported_op(step: ir.Op) -> str | None:
-    """Why the kernels cannot evaluate one operation, as the end of a sentence whose subject is the program; None if
-    they can.
+    """Why the kernels cannot evaluate `step`, one operation, as the end of a sentence whose subject is the program;
+    None if they can.
 
     Refused are primitives outside of SUPPORTED, `pow` of integers, `reduce_precision` to a format without a dtype,
     `bitcast_convert_type` unless both dtypes have 32 bits, and `select_n` by a bool among other than two cases.

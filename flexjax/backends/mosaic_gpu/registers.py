@@ -37,8 +37,8 @@ Item = tuple[RegisterIndex, int, ir.Value]
 
 
 def layout_of(kind: str) -> typing.Any:
-    """The register layout of a "row" vector (one number for each row), a "column" vector (one for each column) or a
-    "tile".
+    """The register layout, a `plgpu.Layout` or one reduced over an axis, of `kind`: a "row" vector (one number for each
+    row of a tile), a "column" vector (one for each column) or a "tile".
     """
     return {"row": ROW, "column": COLUMN, "tile": TILE}[kind]
 

@@ -182,7 +182,9 @@ def _cbrt(x: Value) -> Value:
 
 
 def _sinh(x: Value) -> Value:
-    """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2; exp(|x| - log 2) where e would overflow."""
+    """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2, with the sign of x; exp(|x| - log 2) for |x| above 80, because e
+    overflows soon after.
+    """
     e = _expm1(jnp.abs(x))
     size = np.float32(0.5) * (e + e / (e + np.float32(1)))
     size = jnp.where(jnp.abs(x) > np.float32(80), jnp.exp(jnp.abs(x) - np.float32(math.log(2))), size)
@@ -190,7 +192,9 @@ def _sinh(x: Value) -> Value:
 
 
 def _asinh(x: Value) -> Value:
-    """asinh as log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) where x^2 would overflow."""
+    """asinh as log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) for |x| above 1e18, because x^2
+    overflows soon after.
+    """
     a = jnp.abs(x)
     size = _log1p(a + a * a / (np.float32(1) + jnp.sqrt(a * a + np.float32(1))))
     size = jnp.where(a > np.float32(1e18), jnp.log(a) + np.float32(math.log(2)), size)
@@ -286,6 +290,8 @@ def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
     """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31: then 0, or for
     "shift_right_arithmetic" the sign in every bit.
 
+    name       "shift_left", "shift_right_logical" or "shift_right_arithmetic"
+    a, n       int32 or uint32, of one shape
     constant   whether n is a literal, which is within 0 .. 31
     """
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(

@@ -417,7 +417,8 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The value of the result of one operation that is not an affine integer (`_compute` asks `_affine` before).
+        """The value of the result of `step`, an operation that is not computed as an affine integer (`_compute` asks
+        `_affine` before).
 
         A comparison that `_compare_columns` takes is computed there. Where `_defer` can, the result has deferred parts;
         one with an affine slope or a row term also has `exact`, the tile computed from whole operands. Any other result

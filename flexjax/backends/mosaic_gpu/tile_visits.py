@@ -27,11 +27,12 @@ State = typing.TypeVar("State")
 
 
 class VisitLists(typing.NamedTuple, typing.Generic[Part]):
-    """The block lists of the owning axis, int32: arrays outside a kernel, Refs inside; None for a list that the mask
-    lacks.
+    """The block lists of the owning axis, int32: arrays outside a kernel (of numpy if the lists are known), Refs
+    inside; None for a list that the mask lacks.
 
     partial_num, full_num       [batch or 1, heads or 1, owned blocks] how many blocks each list names
-    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending
+    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending;
+                                those past the number mean nothing
     """
 
     partial_num: Part | None = None
@@ -86,6 +87,9 @@ class TileVisits:
     def tile(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar, step: Scalar, masked: bool) -> Scalar:
         """The number of the tile that the owned tile visits at `step` of the partial list (`masked`) or of the full
         list; `step` itself without lists, or where that list is None.
+
+        step   less than the list's number in `counts`; read from the lists in the kernel, past the number without
+               meaning
         """
         if not self.lists:
             return step
