@@ -137,11 +137,12 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
     bias   dtypes of the staged array and of the direct gradients
 
-    They differ in ring depths alone. Staging goes before deeper rings of keys and values, and a second slot of keys
-    before one of values. The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's
-    blocks. It visits 128 keys for padded head dims up to 128 and small mods (`computes_little`), otherwise 64; 64 too
-    where block_kv_bwd or the mask's blocks ask for it. Where float32 operands do not fit, it owns 64 queries, or visits 32 keys. Where
-    columns are split it visits at most 64 keys, or 32 where these do not fit.
+    They differ in ring depths, and for float32 or split columns also in tile sizes. Staging goes before deeper rings of
+    keys and values, and a second slot of keys before one of values. The CTA owns block_q_bwd queries, by default 128,
+    or 64 where 128 does not divide the mask's blocks. It visits 128 keys for padded head dims up to 128 and small mods
+    (`computes_little`), otherwise 64; 64 too where block_kv_bwd or the mask's blocks ask for it. Where float32 operands
+    do not fit, it owns 64 queries, or visits 32 keys. Where columns are split it visits at most 64 keys, or 32 where
+    these do not fit.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     split = ctas_of(plan) > 1

@@ -272,8 +272,8 @@ class RowMath:
     dropout: TileProgram | None
 
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
-        """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts
-        their loads.
+        """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their
+        loads; those of the mask only if `masked` is True.
 
         masked   whether the mask applies, as a bool or, where one loop visits both kinds of tiles, as a scalar
         """
@@ -316,7 +316,7 @@ class ColumnMath:
 
     def _rounded(self, weights: jax.Array, lse2: jax.Array) -> jax.Array:
         """The weights with the rounding that the forward kernel gave them, in float32: they are scaled by a power of
-        two for each row, rounded to the plan's dtype, and scaled back.
+        two for each row, rounded to the plan's dtype, and scaled back. Only for tiles whose rows are queries.
 
         weights   p times the dropout multiplier, in the shape of the tile
         lse2      of row_statistics.py, a vector over the queries; rows where it is +inf have weights 0

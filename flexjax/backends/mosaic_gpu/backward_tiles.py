@@ -116,7 +116,8 @@ def refuses(plan: KernelPlan) -> str | None:
     """A sentence that says why no kernel has the tile that the option block_q_bwd or, if that fits, block_kv_bwd asks
     for; None if both fit or are not set.
 
-    A tile has 64 or 128 tokens, 64 keys for padded head dims above LARGEST_UNSPLIT_DIM, and divides the mask's blocks.
+    A tile has 64 or 128 tokens, 64 keys where the split kernel computes dK and dV (`splits_dkv`), and divides the
+    mask's blocks.
     """
     options, blocks = plan.options, plan.blocks
     split = splits_dkv(plan)

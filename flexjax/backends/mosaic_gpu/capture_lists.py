@@ -174,7 +174,8 @@ def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
 def tile_lists(
     plan: KernelPlan, lists: BlockLists | None, shape: ListShape, starts: Starts | None = None
 ) -> TileLists[jax.Array]:
-    """The lists of one kernel.
+    """Makes the lists of tiles for one launch of the capture kernel, as int32 arrays; on the host if the block lists
+    are known, else in the caller's program.
 
     lists    the block lists of the call; None: every tile is visited
     shape    from `shape_for`

@@ -508,7 +508,8 @@ class QueryTile(QueryRows[ForwardTile]):
 
     def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:
         """Copies `out` to global memory, in parts of `out_columns` columns, through this warpgroup's slots in shared
-        memory. The last copies are started and not waited for.
+        memory (with `out_over_queries` through the memory of its queries). The last copies are started and not waited
+        for.
 
         out       [rows, value dim] float32
         targets   Refs to these rows in global memory: of the result `out` and, if the plan wants it, of what rounding

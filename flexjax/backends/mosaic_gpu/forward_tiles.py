@@ -97,8 +97,8 @@ class ForwardTile:
 
     @property
     def out_over_queries(self) -> bool:
-        """Whether the output leaves over the queries in shared memory: where the columns are split and both have as many. No other
-        queries follow there, because a CTA has one work item.
+        """Whether the output leaves through the memory of the queries: where columns are split and both have as many
+        columns. No other queries follow there, because a CTA has one work item.
         """
         return self.ctas > 1 and self.head_dim == self.value_dim
 

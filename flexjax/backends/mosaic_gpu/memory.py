@@ -253,7 +253,7 @@ def _load_element(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> i
 
 
 def load_staged(tile: Ref, interpret: bool) -> jax.Array:
-    """A tile of a captured array, read from its slot in shared memory to registers.
+    """A tile of a captured array, read from its slot in shared memory to registers, as float32, int32 or uint32.
 
     tile   [rows, columns] in shared memory, after the copy has arrived
 

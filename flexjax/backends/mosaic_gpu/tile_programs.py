@@ -230,8 +230,8 @@ class TileProgram:
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
 
     def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """The wanted results, each as a whole tile [rows, columns], on the tile whose first column has the number
-        `start`.
+        """The wanted results, each as a whole tile [rows, columns], on the tile whose rows `at_rows` chose and whose
+        first column has the number `start`.
 
         score   [rows, columns] float32, the score that the program reads; None for a program without a score
         """

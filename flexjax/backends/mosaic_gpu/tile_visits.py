@@ -139,10 +139,10 @@ def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: b
 
 
 def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> VisitLists[jax.Array]:
-    """The block lists of the owning axis, as arrays: those of each query block, or with `transposed` those of each
-    key block.
+    """The block lists of the owning axis, as arrays: those of each query block, or with `transposed` those of each key
+    block; of numpy if the lists of the call are known.
 
-    lists   those of each query block, as the call has them
+    lists   those of each query block, as the call has them; None without a block mask
 
     All None without a block mask; a list that the mask lacks stays None.
     """
