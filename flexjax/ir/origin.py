@@ -153,11 +153,11 @@ def table_of_runs(
 
     query_starts, key_starts   int32 [1 or B, runs]: position of the first token of each run
     query_run, key_run         tokens of a run, multiples of the block size of the mask
-    whole                      see OriginTable; a number above every position of every row, padding included. With it indices are
-                               known to lie in captured arrays of those lengths, and reads stay slices
+    whole                      see OriginTable; a number above every position of every row, padding included. With it indices
+                               are known to lie in captured arrays of those lengths, and reads stay slices
     batch, head                int32 scalars; None: 0
-    aligned                    every start is a multiple of this many tokens: tiles that divide it and lie on one diagonal of the
-                               whole problem then share it exactly, and gradients of reads by q - kv are summed by diagonals
+    aligned                    every start is a multiple of this many tokens: tiles that divide it and lie on one diagonal of
+                               the whole problem then share it exactly, and gradients of reads by q - kv are summed by diagonals
     """
     rows = max(query_starts.shape[0], key_starts.shape[0])
     spread = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (rows, x.shape[1]))
@@ -369,8 +369,8 @@ def shift_heads(
     programs       traced for `sizes_of(origin, ..)`, with the same captures
     batch, heads   sizes of the call
 
-    The extra arrays are the scalars origin.batch and origin.head, as far as any of the programs reads b or h; they follow the captures
-    of every program.
+    The extra arrays are the scalars origin.batch and origin.head, each if the origin has it and any of the programs reads its
+    axis; they follow the captures of every program. Without an origin: the programs as they are, and ().
     """
     if origin is None:
         return tuple(programs), ()

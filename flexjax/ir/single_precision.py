@@ -49,7 +49,9 @@ def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | No
 
 
 def _may_round(step: Step) -> bool:
-    """Whether a step may take float32 operands and give a float32 result where it has float64 ones."""
+    """Whether float64 may become float32 in a step: True for a step without float64 operands; of the others for an Op that is
+    not one of STEPPED and has a real floating result.
+    """
     doubles = any(atom.dtype == "float64" for atom in step.inputs)
     return not doubles or (isinstance(step, Op) and step.prim not in STEPPED and _is_float(step.out.dtype))
 

@@ -1,7 +1,5 @@
-"""The rules that a legal program keeps; `check` runs after every pass that makes a program.
-
-Each rule is a function of a program. Its docstring states the rule; it returns None if the program keeps the rule, else what
-breaks it, as text for the error.
+"""The rules that a legal program keeps; `check` runs after every pass that makes a program. Each rule is a function of a program: its
+docstring states the rule, and it returns None if the program keeps the rule, else what breaks it, as text for the error.
 """
 
 from collections.abc import Callable
@@ -77,7 +75,7 @@ def _select_is_typed(program: Program) -> str | None:
 
 
 def _index_literals_in_bounds(program: Program) -> str | None:
-    """A literal index of a load is in bounds."""
+    """A literal index of a load is in bounds; 0 is for a dimension of length 0 too."""
     for load in program.loads:
         for atom, size in zip(load.index, program.captures[load.capture].shape, strict=True):
             if isinstance(atom, Lit) and not 0 <= int(atom.value) < max(size, 1):
@@ -86,7 +84,7 @@ def _index_literals_in_bounds(program: Program) -> str | None:
 
 
 def _operations_are_known(program: Program) -> str | None:
-    """The primitive of every Op is one of operations.py."""
+    """The primitive of every Op is one of operations.py, or stop_gradient."""
     unknown = {s.prim for s in program.steps if isinstance(s, Op)} - OPERATIONS - {STOP_GRADIENT}
     return f"operations {sorted(unknown)} are not in ir/operations.py" if unknown else None
 
