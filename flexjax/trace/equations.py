@@ -44,7 +44,9 @@ def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def refuse_symbolic_shape(shape: tuple[int, ...]) -> None:
-    """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
+    """Raises ModError for the shape of a captured array with symbolic sizes, as jax.export makes them; None for a shape of
+    ints.
+    """
     if any(not isinstance(n, int) for n in shape):
         raise ModError(
             f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "

@@ -19,14 +19,17 @@ from flexjax.trace.values import MAX_ELEMENTS, Index, Value, is_atoms, is_lazy, 
 
 
 def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
-    """Turns the result of indexing into an array of atoms if all operands are arrays of atoms, so that nothing stays lazy."""
+    """The result of indexing as an array of atoms if it is lazy and all `operands` are arrays of atoms, so that nothing stays
+    lazy; ModError for more than MAX_ELEMENTS elements. Any other result is returned as it is.
+    """
     return self.as_atoms(value) if is_lazy(value) and all(map(is_atoms, operands)) else value
 
 
 def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     """The rule of `dynamic_slice`: each start is clamped so that the slice lies within the array.
 
-    The result is lazy, unless the array is an array of atoms; its elements must then be at most MAX_ELEMENTS.
+    The result is lazy, unless the array is an array of atoms: then it is one too, and ModError is raised for more than
+    MAX_ELEMENTS elements.
     """
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
@@ -44,7 +47,8 @@ def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[V
 def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     """The rule of `gather`: each start is clamped; in mode "fill", an index out of bounds gives the fill value.
 
-    The result is lazy, unless both operands are arrays of atoms; its elements must then be at most MAX_ELEMENTS.
+    The result is lazy, unless both operands are arrays of atoms: then it is one too, and ModError is raised for more than
+    MAX_ELEMENTS elements.
     """
     array, indices = args
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]

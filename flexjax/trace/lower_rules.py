@@ -132,7 +132,9 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
 
 
 def _arg_reduction(prim: str) -> Rule:
-    """Makes the rule of argmax (prim "gt") or argmin ("lt") of a small array along one axis."""
+    """Makes the rule of argmax (prim "gt") or argmin ("lt") of a small array along one axis: the index of the first of equal
+    elements, and of the first NaN if there is one.
+    """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
         """The rule: keeps the best element so far and its index by selects, so that the first of equal elements wins."""
@@ -166,7 +168,8 @@ def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
 
 
 def _cumulative(prim: str) -> Rule:
-    """Makes the rule of a cumulative operation (cumsum and the like) of a small array along one axis.
+    """Makes the rule of a cumulative operation (cumsum and the like) of a small array along one axis, which runs from the end
+    if the equation says `reverse`.
 
     prim   the operation of a program that combines two elements, such as "add"
     """
