@@ -32,7 +32,9 @@ Sizes = tuple[int, int, int, int]
 
 
 def refuses(plan: KernelPlan) -> str | None:
-    """Why the lengths of a plan cannot be written as a block mask, in a sentence; None if they can."""
+    """Why the lengths of a plan cannot be written as a block mask, in a sentence; None if they can. Reasons: an origin of
+    several runs, or user lists with a mask_mod.
+    """
     if plan.origin is not None and not plan.origin.single:
         return "Lengths beside an origin of several runs of queries or keys cannot be written as a block mask."
     if plan.blocks is not None and plan.blocks.from_user_lists and plan.mask is not None:

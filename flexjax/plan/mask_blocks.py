@@ -159,7 +159,7 @@ def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> t
 def classes_of_plan(plan: KernelPlan, lists: BlockLists) -> Array:
     """The class of each block of the plan's block layout: int8 [batch, heads, q blocks, kv blocks], EMPTY, PARTIAL or FULL.
 
-    On the host if the lists are there.
+    lists   the block lists of the plan; if they are numpy arrays, the result is computed on the host and is one too
     """
     blocks, xp = plan.blocks, module_of(*lists)
     assert blocks is not None

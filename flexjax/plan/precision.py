@@ -16,12 +16,13 @@ DEFAULT = "default"
 
 
 def precision_name(given: object, dtype: str) -> str:
-    """The name, for the plan, of the argument `precision` of a call whose inputs have this dtype.
+    """The name, for the plan, of the argument `precision` of a call whose inputs have this dtype; always "default" for inputs
+    of 16 bits.
 
     given   None: what jax.config.jax_default_matmul_precision says now; a jax.lax.Precision or one of its names, a
             jax.lax.DotAlgorithmPreset or its name, or two equal ones of these
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, whatever the dtype.
     """
     found = _name(jax.config.jax_default_matmul_precision if given is None else given)  # pyright: ignore[reportAttributeAccessIssue]  # made when jax is imported
     if found is None:

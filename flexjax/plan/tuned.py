@@ -51,8 +51,11 @@ Entries = dict[str, dict[str, typing.Any]]
 
 
 def plan_text(plan: KernelPlan) -> str:
-    """All fields of the plan as text, a line each, but without tile sizes among its options. Equal plans give the same text in
-    every process (addresses in it are removed), so that a digest of it can be stored.
+    """The fields of the plan as text, a line each, and of its options those that are no tile sizes. Fields that few plans set
+    (origin, lengths, exact_captures, page and cache_dtype, precision, the option instruction) have a line only where they are
+    set.
+
+    Equal plans give the same text in every process (addresses in it are removed), so that a digest of it can be stored.
     """
     options = plan.options
     absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
@@ -229,10 +232,11 @@ def _locked(target: pathlib.Path) -> Iterator[None]:
 
 
 def merge(into: str | os.PathLike[str], *others: str | os.PathLike[str]) -> int:
-    """Joins the entries of the files `others` to the file `into` and returns how many entries `into` has then.
+    """Joins the entries of the files `others` to the file `into`, which is created if missing, and returns how many entries
+    `into` has then.
 
     Where several files have an entry of one digest, each pass comes from the finished search, then the newer, then the faster.
-    Raises ValueError, before anything is written, for a file that is not one of measured tiles.
+    Raises OSError or ValueError, before anything is written, for a file that cannot be read or is not one of measured tiles.
     """
     found = [read(path) for path in others]
     if pathlib.Path(into).exists():
