@@ -56,14 +56,14 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
 
 
 def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperands) -> Rows:
-    """lax.map of `one_row` over 0 .. steps - 1, in a loop whose length XLA does not know: the results, stacked along a new first
-    axis of length `steps`.
+    """lax.map of `one_row` over 0 .. steps - 1, in a loop whose length XLA does not know: the results, stacked along a new
+    first axis of length `steps`.
 
     tiled   operands with key lengths, as calls with keys in pages have: the length of the loop is computed from these numbers.
             It is always `steps`, because lengths are never negative
 
-    JAX cannot differentiate such a loop backward. XLA inlines a loop of one round and fuses its code with what is around it, which can change the last bits: those of a request that
-    is alone would differ from those of the same request among others.
+    JAX cannot differentiate such a loop backward. XLA inlines a loop of one round and fuses its code with what is around it,
+    which can change the last bits: those of a request that is alone would differ from those of the same request among others.
     """
     lengths = tiled.lengths.key
     assert lengths is not None

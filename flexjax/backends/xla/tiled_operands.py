@@ -242,7 +242,11 @@ class TiledOperands:
         return lax.optimization_barrier((x, blocks))
 
     def _existing_columns(self, found: Array, row: TileRow, visit: BlockVisit) -> Array:
-        """`found`, the keys of a visit [batch, key heads, keys, D], with 0 for keys that do not exist."""
+        """`found`, the keys or values of a visit [batch, key heads, keys, D], with 0 for keys that do not exist; `found` itself
+        if no length may cut the key blocks of the visit.
+
+        row, visit   the tile row, and its key blocks
+        """
         s, blocks = self.sizes, visit.blocks
         if not visit.cut:
             return found
@@ -254,7 +258,7 @@ class TiledOperands:
 
         at   their numbers in the call, int32 of 4 dims, which broadcast over the batch entries
 
-        The call must have lengths of queries or keys.
+        The call must have lengths of that kind.
         """
         lengths = self.lengths[which]
         assert lengths is not None
