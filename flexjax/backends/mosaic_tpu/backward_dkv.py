@@ -91,8 +91,9 @@ class DkvKernel:
     def __call__(self, refs: Refs) -> None:
         """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
-        Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An
-        idle visit adds nothing; the strips of a full tile are not checked.
+        Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An idle
+        visit, the only one of a key tile that no query sees, adds nothing, so that zeros are written; the strips of a full tile
+        are not checked.
         """
         order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)

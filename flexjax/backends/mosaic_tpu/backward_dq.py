@@ -109,8 +109,9 @@ class DqKernel:
     def __call__(self, refs: Refs) -> None:
         """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
-        Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle visit
-        adds nothing, but writes zeros to d_load of tile reads. The strips of a full tile are not checked.
+        Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle visit, the
+        only one of a row without tiles, adds nothing, so that zeros are written, to d_load of tile reads too. The strips of a
+        full tile are not checked.
         """
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)
@@ -192,8 +193,9 @@ def dq_kernel(
     wanted       the captured reads whose gradients are wanted, {number in derivative.gradients: kind}; no column reads
     want_query   whether to compute dq
 
-    Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load} in the shapes that
-    capture_gradients.gather_gradients takes, float32. d_load of a tile read is 0 in tiles that a block mask skips.
+    Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load}, float32: of scalar and row
+    reads [B, N, 1, T], of diagonal reads [B, N, S + T - 1] by ascending q - kv, of tile reads [B, N, T, S], which is 0 in tiles
+    that a block mask skips.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

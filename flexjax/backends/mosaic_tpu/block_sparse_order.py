@@ -71,11 +71,14 @@ class BlockSparseOrder(VisitOrder):
     prefetched = 3
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands):
-        """Computes the kind and the bit sets of every tile from the block lists and lengths; `prefetch_arrays` makes the
-        visit lists of each launch from them.
+        """Computes the kind and the bit sets of every tile from the block lists and lengths; `prefetch_arrays` makes the visit
+        lists of each launch from them.
 
-        In a key-major order kinds and bit sets are transposed here. Their tile rows are padded to a whole number of
-        launches.
+        geometry           sizes of the matrix and of the tiles
+        group, key_major   query heads of one key head; whether a tile row is a column of tiles
+        operands           of the call, with the block lists and lengths
+
+        In a key-major order kinds and bit sets are transposed here. Their tile rows are padded to a whole number of launches.
         """
         self.geometry, self.group, self.key_major = geometry, group, key_major
         blocks, g = block_layout(plan, geometry), geometry

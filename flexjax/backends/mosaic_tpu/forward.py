@@ -154,9 +154,11 @@ class ForwardKernel:
         return np.float32(self.plan.scale if self.identity else 1.0)
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit.
+        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit. With
+        keys in pages it also starts and awaits their copies.
 
-        An idle visit adds nothing; the strips of a full tile are not checked.
+        An idle visit, the only one of a row without tiles, adds nothing, so that out is 0 and lse -inf (or the sink); the
+        strips of a full tile are not checked.
         """
         visit = self.scores.order.visit(refs.tables)
         if self.copies is not None and refs.scratch.slots is not None:
@@ -256,11 +258,12 @@ class ForwardKernel:
         accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
 
     def finish_row(self, step: KernelStep) -> None:
-        """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
+        """Writes out, lse and, if the plan asks for them, max_scores and rounding of a row of tiles, from its sums in scratch;
+        runs at the row's last visit.
 
-        A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
-        -inf; NaN stays. A query that does not exist, whose slot may hold NaN, has out 0 and lse -inf with a sink too. The
-        strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
+        A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse -inf; NaN
+        stays. A query that does not exist, whose slot may hold NaN, has out 0 and lse -inf with a sink too. The strip of `step`
+        may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
         """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref, rounding_ref = refs.outputs

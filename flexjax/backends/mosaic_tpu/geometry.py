@@ -40,7 +40,10 @@ class TileGeometry:
 
     @classmethod
     def of(cls, plan: KernelPlan, tiles: Tiles, q_axis: int) -> "TileGeometry":
-        """The geometry of a kernel that computes a plan in these tiles; `q_axis` as above."""
+        """The geometry of a kernel that computes a plan in these tiles.
+
+        q_axis   0 if queries are the rows of a tile, 1 if keys are
+        """
         return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis, plan.origin)
 
     @property

@@ -123,7 +123,9 @@ class GridTile:
         return ir_evaluate.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
 
     def load(self, load: Load, index: Sequence[jax.Array]) -> jax.Array:
-        """The elements of the load's captured array at the index values, one array for each of its dimensions."""
+        """The elements of the load's captured array at the index values, one array for each of its dimensions; a captured
+        scalar as [1, 1, 1, 1].
+        """
         array = self.captures[load.capture]
         return array[tuple(jnp.broadcast_arrays(*index))] if index else array.reshape(1, 1, 1, 1)
 

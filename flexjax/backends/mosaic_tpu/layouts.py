@@ -52,7 +52,9 @@ class HeadLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that the kernel gets."""
+        """Shape of the array that the kernel gets: [batch, length, heads * dim] if heads lie in lanes, else
+        [batch, heads, length, dim].
+        """
         if self.heads_in_lanes:
             return (self.batch, self.length, self.heads * self.dim)
         return (self.batch, self.heads, self.length, self.dim)

@@ -131,7 +131,9 @@ class PageCopies:
             self._zero_past_end(self._keys(tables, v, pages)[2], slots, _slot(v))
 
     def _keys(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(batch entry of visit v, first key of its tile, how many keys of the tile exist); an idle visit has all keys of its tile."""
+        """(batch entry of visit v, first key of its tile, how many keys of the tile exist). For an idle visit the last is the
+        whole tile, so that nothing of it is zeroed.
+        """
         b, kv_tile, kind = self.order.keys_of_visit(tables, v)
         tile = np.int32(self.tile)
         start = kv_tile * tile
@@ -229,8 +231,8 @@ class PageCopies:
 
 
 def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.Array, jax.Array] | None:
-    """(scales of the keys, scales of the values) of each column of a quantised plan with joined heads, float32 [B, 1, columns]: 0 where
-    no key exists, and for as many columns as whole tiles have. None for other plans.
+    """(scales of the keys, scales of the values) of the columns of a quantised plan with joined heads, float32 [B, 1, columns]:
+    one number for each column, 0 where no key exists; padded with 0 to whole tiles. None for plans that are not quantised.
 
     tile   columns of a tile
     """

@@ -38,7 +38,9 @@ class MosaicTpuBackend:
     name = "mosaic_tpu"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """The sentence that says why no kernel runs the plan on the target, None if one does (see Backend.refuses)."""
+        """The sentence that says why no kernel runs the plan on the target, None if one does. A target that XLA's partitioner
+        splits over devices is refused; without a target, the chip with the most VMEM decides.
+        """
         if target is not None and target.automatic:
             return AUTOMATIC
         return _refusal(plan, vmem.chip_of(target))
@@ -47,6 +49,7 @@ class MosaicTpuBackend:
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
         """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan; None if they can.
+        Calls with keys in pages have no gradients.
 
         derivative   program of score_mod's derivatives; None without score_mod
         """
@@ -226,7 +229,7 @@ def _origin_refusal(plan: KernelPlan) -> str | None:
 
 
 def _heads_do_not_divide(plan: KernelPlan) -> bool:
-    """Whether neither of the numbers of heads of key and of key_extra divides the other."""
+    """Whether neither of the numbers of heads of key and of key_extra divides the other; True also if one is 0."""
     low, high = sorted((plan.kv_heads, plan.extra_heads))
     return low == 0 or high % low != 0
 

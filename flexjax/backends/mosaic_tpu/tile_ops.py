@@ -119,7 +119,9 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
-    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0 and NaN stay as they are."""
+    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0 and NaN stay as they are, infinite numbers give
+    NaN.
+    """
     size = jnp.abs(x)
     safe = jnp.where(size > 0, size, 1.0)
     root = jnp.exp(jnp.log(safe) * (1.0 / 3.0))

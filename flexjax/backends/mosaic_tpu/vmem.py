@@ -154,7 +154,9 @@ def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, i
 
 
 def _dividing(run: int, wanted: int) -> int:
-    """The largest number of whole lanes up to `wanted` that divides the run. Raises NoTile if there is none."""
+    """The largest multiple of 128 (LANES) that divides the run and is at most `wanted`, or 128 if `wanted` is less. Raises
+    NoTile if there is none.
+    """
     found = [n for n in range(LANES, max(wanted, LANES) + 1, LANES) if run % n == 0]
     if not found:
         raise NoTile(f"the origin has several runs of {run} tokens, which is no multiple of {LANES}")
