@@ -38,8 +38,9 @@ def may_be_large(program: Program | None) -> bool:
     program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE or more
               gives True wherever the program has it
 
-    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it, and slopes along positions, in
-    MODERATE_FACTOR; an element of a captured array that is added may be anything, so that a captured bias gives True.
+    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it and slopes along positions, where
+    their range is unknown, in MODERATE_FACTOR. An element of a captured array that is added may be anything, so that a captured
+    bias gives True.
     """
     if program is None:
         return False

@@ -91,7 +91,12 @@ _no_derivative.defjvp(_no_derivative_jvp, symbolic_zeros=True)  # pyright: ignor
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The parts of a jaxpr that are read to run it: variables of constants, variables of inputs, equations, and outputs."""
+    """The parts of a jaxpr that are read to run it.
+
+    constvars, invars   the variables of constants, and of inputs
+    eqns                the equations, in order
+    outvars             the outputs, variables or literals
+    """
 
     constvars: Sequence[object]
     invars: Sequence[object]
@@ -101,7 +106,7 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class ClosedBody:
-    """A Body with the values of its constants, in the order of its constvars."""
+    """The Body `jaxpr` with the values of its constants, `consts`, in the order of its constvars."""
 
     jaxpr: Body
     consts: Sequence[Value]

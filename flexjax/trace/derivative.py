@@ -84,8 +84,9 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the derivative program of a score_mod: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j of
-    floating arrays. All results are converted to the dtype of the score.
+    """Makes the derivative program of a score_mod. Its results are the new score s', its derivative ds'/ds by the score s that
+    the mod gets, and ds'/dl for each element l of a floating array that the mod loads, in the dtype of the score; its
+    `gradients` are the loads of these l.
 
     source   the program of the mod in which functions with a derivative rule of their own (custom functions) are Calls
     sizes    (batch, heads, q_len, kv_len)

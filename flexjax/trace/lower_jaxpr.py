@@ -127,14 +127,14 @@ class Lowering:
     def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
         """Translates one equation on the values `args`; returns the values of its results.
 
-        An equation whose operands are all known values or literals is computed outside of the kernel, unless it has
-        only literals and scalar results. A primitive of SAME, or of CASTS with a known operand and no lazy one, returns
-        its operands. An elementwise primitive becomes an operation for each element. A nested function is inlined. So
-        is one with a derivative rule of its own, but with `keep_custom` it becomes a Call. Any other primitive has a
-        rule; where there is none, or the rule returns None, the equation becomes a Call.
+        An equation whose operands are all known values or literals is computed outside of the kernel, unless it has only
+        literals and scalar results. A primitive of CASTS returns its operands, known ones too; one of SAME returns those that
+        are not all known. An elementwise primitive becomes an operation for each element. A nested function is inlined. So is
+        one with a derivative rule of its own, but with `keep_custom` it becomes a Call. Any other primitive has a rule; where
+        there is none, or the rule returns None, the equation becomes a Call.
 
-        Raises ModError for collectives and callbacks, whatever their operands, and for an equation inside the kernel
-        that reads an array of symbolic shape.
+        Raises ModError for collectives and callbacks, whatever their operands, and for an equation inside the kernel that reads
+        an array of symbolic shape.
         """
         name = eqn.primitive.name
         if name in COLLECTIVES:
