@@ -300,12 +300,13 @@ FINITE_OPS = frozenset(
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the
-    operations alone.
+    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
+    alone.
 
-    Values of b and h alone, integers and bools count as finite, an infinite literal does not. A result that depends on
-    an element of a captured array for each query or key, or on a product of two values that depend on the score, does
-    not count as finite.
+    Finite operands give finite results in FINITE_OPS, in operations whose result is of b and h alone, an integer or a bool, in
+    quotients by a literal, and in products of which one factor does not depend on the score. A result that depends on an
+    infinite literal, on any element of a captured array, or on a product of two values that depend on the score, does not count
+    as finite.
     """
     finite: set[int] = set(range(ir.FIRST_FREE_ID))
 
