@@ -129,8 +129,8 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
     """A context in which Pallas lowers kernels for the target, which need not be a device of this process.
 
     Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets that
-    AbstractDevice. The context changes nothing if Pallas sees a device of that kind anyway, if the kind of the target
-    is unknown, and on platforms other than "cuda" and "tpu".
+    AbstractDevice. The context changes nothing if Pallas sees a device of that kind anyway (and, of a GPU, of that compute
+    capability), if the kind of the target is unknown, and on platforms other than "cuda" and "tpu".
     """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()

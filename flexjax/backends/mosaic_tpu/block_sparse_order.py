@@ -283,7 +283,11 @@ class BlockSparseOrder(VisitOrder):
         return b, head * np.int32(self.group) + member, i, tile, member
 
     def tile_at(self, *grid_and_tables: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """In an index map: (batch entry, query head, query tile, key tile) of a grid step, read from the visit lists."""
+        """In an index map: (batch entry, query head, query tile, key tile) of a grid step, read from the visit lists.
+
+        grid_and_tables   the indices of the grid step, then the scalar-prefetch references, of which the first are rows and
+                          packed
+        """
         dims = 4 if self.key_major else 3
         rows, packed = grid_and_tables[dims : dims + 2]
         v = grid_and_tables[2]

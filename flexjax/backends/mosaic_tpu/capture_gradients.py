@@ -21,14 +21,17 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """Load `number` of the derivative program; result 2 + number of the program is the derivative of the score by it."""
+    """The load with this number in derivative.gradients; result 2 + number of the derivative program is the derivative of the
+    score by it.
+    """
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)
     return step
 
 
 def wanted_load_kinds(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
-    """{n: load class} of each load n that reads a captured array whose gradient is wanted; {} without a derivative program.
+    """{n: load class} of the loads that read a captured array whose gradient is wanted, by their numbers n in
+    derivative.gradients; {} without a derivative program.
 
     wanted   for each captured array of score_mod, whether its gradient is wanted
     """
@@ -55,8 +58,9 @@ def gather_gradients(
     An array that several loads read gets the sum of their gradients; one that no load reads gets zeros.
 
     captures, wanted   the captured arrays of score_mod; for each, whether its gradient is wanted
-    sums               {n: what the kernels summed of the cotangents of load n}, float32. By load class: scalar and row
-                       [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending q - kv, tile [B, N, T, S]
+    sums               {n: what the kernels summed of the cotangents of what load n of derivative.gradients reads}, float32. By
+                       load class: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending q -
+                       kv, tile [B, N, T, S]
     placed             where queries and keys lie in the whole problem
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]

@@ -58,12 +58,12 @@ T = typing.TypeVar("T")
 class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
     """Blocks of a visit.
 
-    query        [queries, D]
-    key, value   [keys, D] and [keys, E]; in pages the whole pools instead, [P, page, D] and [P, page, E], in HBM
-    sinks        [1, queries], the sink of each row, for a plan in pages whose heads are joined, so that rows of a head
-                 have sinks of their own; None for other plans
-    *_scale      [1, keys], what the products of each key, and the weights of each value, are multiplied by, for quantised pages;
-                 None for other plans
+    query         [queries, D]
+    key, value    [keys, D] and [keys, E]; in pages the whole pools instead, [P, page, D] and [P, page, E], in HBM
+    sinks         [1, queries], the sink of each row, for a plan in pages whose heads are joined, so that rows of a head have
+                  sinks of their own; None for other plans
+    key_scale     [1, keys], what the products of each key are multiplied by, for quantised pages; None for other plans
+    value_scale   [1, keys], what the weights of each value are multiplied by, for quantised pages; None for other plans
     """
 
     query: T

@@ -107,7 +107,7 @@ class GridTile:
         return ir_evaluate.literal_array(lit).reshape(1, 1, 1, 1)
 
     def spread(self, value: jax.Array, have: Axes, want: Axes) -> jax.Array:
-        """The value itself, because all values are of rank 4 and broadcast."""
+        """The value itself, because all values are of rank 4 and broadcast; the axes `have` and `want` are not read."""
         return value
 
     def diagonal(self, val: Val, uniform: Mapping[int, jax.Array]) -> jax.Array:
@@ -130,5 +130,7 @@ class GridTile:
         return array[tuple(jnp.broadcast_arrays(*index))] if index else array.reshape(1, 1, 1, 1)
 
     def call(self, call: Call, read: Callable[[Atom], jax.Array]) -> Sequence[jax.Array]:
-        """The results of a Call (a whole jaxpr equation) at every position; `read` gives the value of an operand."""
+        """The results of `call` (a whole jaxpr equation) at every position, an array of rank 4 for each scalar; `read` gives
+        the value of an operand.
+        """
         return map_call(call, self.captures, read)

@@ -105,8 +105,8 @@ def _defined(divide: Rule) -> Rule:
     """
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The result of `divide`, with jax's results in those of its two undefined cases that the ranges of the operands
-        allow: `_by_zero` for a divisor of 0; for a divisor of -1 the quotient -x and the remainder 0. Operations on
+        """The result of `divide` for x / y, with jax's results in those of its two undefined cases that the ranges of the
+        operands allow: `_by_zero` for a divisor of 0; for a divisor of -1 the quotient -x and the remainder 0. Operations on
         floats are those of `divide`.
         """
         if op.out.dtype not in ("int32", "uint32"):

@@ -179,8 +179,8 @@ class PageCopies:
         slots.copied[_slot(v)] = lax.fori_loop(np.int32(0), count, step, jnp.int32(0))
 
     def _wait(self, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Waits for all copies into a slot. A semaphore counts bytes, so there is one wait for each bit that is set in
-        the number of copied pieces, for the bytes of that power of two of pieces.
+        """Waits for all copies into a slot of `slots`. A semaphore counts bytes, so there is one wait for each bit that is set
+        in the number of copied pieces, for the bytes of that power of two of pieces.
         """
         copied = slots.copied[slot]
         for bit in range((self.tile // self.rows).bit_length()):
@@ -194,8 +194,8 @@ class PageCopies:
             pl.when((copied >> bit) & 1 == 1)(wait)
 
     def _zero_past_end(self, keys: jax.Array, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Zeroes the values of the tile in `slot` that do not exist: pieces that were not copied hold what an earlier
-        visit left there, which may be NaN, and 0 * NaN is NaN. The keys stay, because the kernel hides their columns.
+        """Zeroes the values of the tile in `slot` of `slots` that do not exist: pieces that were not copied hold what an
+        earlier visit left there, which may be NaN, and 0 * NaN is NaN. The keys stay, because the kernel hides their columns.
 
         keys   how many keys of the tile exist: its rows from this number on are zeroed
         """
@@ -221,7 +221,9 @@ class PageCopies:
         return (number >= 0) & (number < np.int32(pages.key.shape[0]))
 
     def _copies(self, pages: Pages, slots: PageSlots[jax.Ref], piece: Piece) -> list:
-        """[copy of the keys, copy of the values] of a piece whose page is in the pool, not started yet."""
+        """[copy of the keys, copy of the values] of a piece whose page is in the pool, from `pages` into `slots`, not started
+        yet.
+        """
         found = []
         for which, (pool, into) in enumerate(((pages.key, slots.key), (pages.value, slots.value))):
             given = pool.at[piece.number, self._at(piece.in_page)]

@@ -118,7 +118,8 @@ AUTOMATIC = (
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
     """The sizes (queries, keys) of the mask blocks with which the kernels run the plan; (0, 0) without a block mask.
 
-    Along each axis that is the size of the mask's own blocks, or 128 tokens if no tile has whole such blocks or divides one.
+    Along each axis that is the size of the mask's own blocks, or 128 tokens if no tile has whole such blocks or divides one, or
+    if the size is no multiple of 8 and less than the length.
     """
     if plan.blocks is None:
         return 0, 0

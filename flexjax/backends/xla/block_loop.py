@@ -202,7 +202,8 @@ def walk(
 def _walk_all(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """`walk` without a block mask: over every key block, or over those with a key that exists, in ascending order.
+    """`walk` without a block mask: carry = body(carry, visit) over every key block, or over those with a key that exists, in
+    ascending order.
 
     With key lengths, the blocks that lie before the shortest length of the batch entries come first, with `cut` False, and the
     others have `cut` True; if the call has one key block, that has `cut` True. Without key lengths `cut` is False.
