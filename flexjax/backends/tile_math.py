@@ -34,11 +34,12 @@ def finite_or_zero(maximum: Array) -> Array:
 
 
 def exact_distance(scores: Array, reference: Array) -> Array:
-    """scores - reference (a row maximum or lse, broadcast to the scores), but exactly 0 where the two are equal.
+    """scores - reference (a row maximum or lse, broadcast to the scores), but exactly 0 where the two are equal; NaN where they
+    are the same infinity.
 
-    Compilers fuse a product and the subtraction after it into one operation that does not round the product. The difference
-    of a score and its own rounded value is then the rounding error: hundreds for scores beyond 1e9, whose exponential is
-    infinite or 0. A score below the reference is below it by more than that error, so it needs no correction.
+    Compilers fuse a product and the subtraction after it into one operation that does not round the product. The difference of
+    a score and its own rounded value is then the rounding error: hundreds for scores beyond 1e9, whose exponential is infinite
+    or 0. A score below the reference is below it by more than that error, so it needs no correction.
     """
     nothing = reference - reference  # NaN for an infinite one
     return jnp.where(scores == reference, nothing, scores - reference)

@@ -248,7 +248,9 @@ class BlockSparseOrder(VisitOrder):
         return (batch, g.heads if self.list_heads == 1 else 1, visits)
 
     def semantics(self) -> tuple[str, ...]:
-        """For each grid dimension "parallel", or "arbitrary" for those that run in order on one core."""
+        """For each grid dimension "parallel" (b and heads), or "arbitrary" for those that run in order on one core (all
+        others).
+        """
         return ("parallel", "parallel", "arbitrary", "arbitrary")[: 4 if self.key_major else 3]
 
     # ------------------------------------------------------------------ from a list entry to a tile

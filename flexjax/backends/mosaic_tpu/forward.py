@@ -129,8 +129,9 @@ class ForwardKernel:
 
     @property
     def whole_powers(self) -> bool:
-        """Whether references are whole powers of two, so that the backward pass can round its weights to those of this pass
-        (tile_math.py). Scores are then converted to base 2 before the maximum, unless they may be large.
+        """Whether references of rows are multiples of ln 2 (integers in base 2), so that the backward pass can round its
+        weights to those of this pass (tile_math.py). Scores are then converted to base 2 before the maximum, unless they may be
+        large.
         """
         return self.plan.rounds_weights_alike
 

@@ -103,7 +103,7 @@ class GridTile:
         return self.inputs[val.id]
 
     def literal(self, lit: Lit) -> jax.Array:
-        """A literal as an array of rank 4."""
+        """A literal as an array of shape [1, 1, 1, 1]."""
         return ir_evaluate.literal_array(lit).reshape(1, 1, 1, 1)
 
     def spread(self, value: jax.Array, have: Axes, want: Axes) -> jax.Array:

@@ -123,7 +123,7 @@ class FoldedShapes:
 
     @property
     def group(self) -> int:
-        """Query heads of one key head."""
+        """Query heads of one key head of the folded arrays."""
         return self.heads // self.kv_heads
 
     def _layout(self, heads: int, length: int, dim: int) -> HeadLayout:

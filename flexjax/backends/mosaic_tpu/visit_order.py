@@ -107,7 +107,7 @@ class VisitOrder:
         raise NotImplementedError
 
     def semantics(self) -> tuple[str, ...]:
-        """Whether each grid dimension is parallel or arbitrary (in order, on one core)."""
+        """For each grid dimension "parallel", or "arbitrary" (in order, on one core)."""
         raise NotImplementedError
 
     def tile_at(self, *grid_and_tables: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -156,7 +156,9 @@ class DenseOrder(VisitOrder):
         return (g.batch, g.heads, g.q_tiles, g.kv_tiles)
 
     def semantics(self) -> tuple[str, ...]:
-        """For each grid dimension "parallel", or "arbitrary" for those that run in order on one core."""
+        """For each grid dimension "parallel" (batch entries and heads), or "arbitrary" for those that run in order on one core
+        (all others).
+        """
         return ("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")[: 5 if self.key_major else 4]
 
     def tile_at(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -64,7 +64,11 @@ class XlaTile:
         return value
 
     def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
-        """The window of `val`, which is linear in q - kv. `uniform`: the terms of its linear form that depend on b and h, by id."""
+        """The window of `val`, which is linear in q - kv, for each key block: [nb, nh, blocks, bq + bk - 1], 1 along b or h if
+        `val` does not depend on it.
+
+        uniform   the values of the terms of its linear form that depend on b and h, by id
+        """
         return diagonal_value(val, self.region.differences(), self.region.index, uniform)
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
