@@ -44,7 +44,8 @@ class DkvTiles(typing.NamedTuple):
     queries                  of a visited tile
     query_slots, out_slots   ring depths of Q and dO
     head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
+    staged_slots             ring depth of the staged array, a captured array whose tiles come through shared memory; 0:
+                             the kernel reads it from global memory
     """
 
     rows: int

@@ -42,7 +42,8 @@ class DqTiles(typing.NamedTuple):
     keys                     of a visited tile
     key_slots, value_slots   ring depths
     head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
+    staged_slots             ring depth of the staged array, a captured array whose tiles come through shared memory; 0:
+                             the kernel reads it from global memory
     batch_entries            that one CTA takes, one after the other for each key tile
     """
 

@@ -90,7 +90,9 @@ def backward_dkv(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(TileCta):
-    """One CTA inside the kernel.
+    """One CTA inside the kernel: warpgroups 0 .. G - 1 compute, each on 64 of its keys, the last one copies. In its
+    methods h is a query head, q0 the first query of a visited tile, kv0 the first key of a warpgroup or CTA, `number`
+    how many tiles the CTA visited before, and `group` the number of a computing warpgroup.
 
     math              how a tile's P and dS are computed
     tiles             sizes of the kernel

@@ -85,7 +85,8 @@ def backward_dkv_split(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(TileCta):
-    """One CTA inside the kernel.
+    """One CTA inside the kernel: warpgroup 0 computes dV, 1 computes dK, 2 copies. In its methods h is a query head, q0
+    the first query of a visited tile, and `number` how many tiles the CTA visited before.
 
     math              how a tile's P and dS are computed
     tiles             ring depths

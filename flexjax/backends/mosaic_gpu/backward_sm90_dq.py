@@ -113,7 +113,8 @@ class OwnQueries(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(TileCta):
-    """One CTA inside the kernel.
+    """One CTA inside the kernel. It has the same query tile of one or several batch entries, of which `n` counts from
+    0; the running number of a visit is how many key tiles the CTA visited before.
 
     math                      how a tile's P and dS are computed
     tiles                     sizes of the kernel

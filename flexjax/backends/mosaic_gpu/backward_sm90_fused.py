@@ -206,7 +206,8 @@ def backward_fused(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel, the one with number `program`.
+    """One CTA inside the kernel, the one with number `program`. In its methods h is a query head, `q_tile` the number
+    of a visited query tile; the running number of a visit, how many tiles the CTA visited before, gives its slots.
 
     setup             what is known of the kernel at compile time
     inputs, scratch   Refs to operands and shared memory
@@ -385,7 +386,9 @@ def _signal_addition(counts: Ref, index: Scalar) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ComputingWarpgroup:
-    """Computing warpgroup `group` of a CTA: dK and dV of its 64 keys, and its half of every dQ tile."""
+    """Computing warpgroup `group`, 0 or 1, of the CTA `cta`: dK and dV of its 64 keys, and its half of every dQ tile.
+    "Late" dQ is the product for dQ of a visit that is issued one visit later (`_FusedSetup.dq_is_late`).
+    """
 
     cta: _Cta
     group: Scalar

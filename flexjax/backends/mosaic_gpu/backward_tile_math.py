@@ -45,15 +45,16 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Probabilities(typing.NamedTuple):
-    """What the gradients of one tile need, each in the shape of the tile.
+    """What the gradients of one tile need, each in the shape of the tile. "mod" is score_mod, a "load" one of its reads
+    of a captured array; dP = dO V^T, and delta is the row statistic.
 
     p             probabilities, 0 where the mask is off
     slope         d mod / d score, None where it is 1
     dropout       the dropout multiplier, None without dropout
-    load_slopes   d mod / d load for each load that `TileMath` was asked for; None where `TileMath.load_results` has None,
-                  because it is the constant 1
-    rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not round
-                  weights alike (`TileMath.rounds_weights`)
+    load_slopes   d mod / d load for each load that `TileMath` was asked for; None where `TileMath.load_results` has
+                  None, because it is the constant 1
+    rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not
+                  round weights alike (`TileMath.rounds_weights`)
     """
 
     p: jax.Array
@@ -117,13 +118,14 @@ class Probabilities(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileMath:
-    """How one kernel computes P and dS of its tiles; known at compile time.
+    """How one kernel computes P and dS of its tiles; known at compile time. "mod" is score_mod, a "load" one of its
+    reads of a captured array.
 
     plan         of the call, with extra features joined to the head dim
-    derivative   score_mod's program with its derivatives: results are the score, d score, then d load n at 2 + n;
-                 None: identity
+    derivative   score_mod's program with its derivatives: results are the score, d score, then d load n at 2 + n; None:
+                 identity
     shape        of one warpgroup's tile
-    row_axis     "q", or "kv" for transposed tiles
+    row_axis     "q": tiles are [queries, keys]; "kv": transposed, [keys, queries]
     cta_tile     (queries, keys) that a CTA takes at once, of which `shape` is one warpgroup's part
     loads_only   numbers of loads: compute d mod / d load for these instead of d mod / d score
     loads_too    numbers of loads: compute d mod / d load for these beside d mod / d score

@@ -99,15 +99,18 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """SUMS, MAGNITUDES: [lists, tile, tile]. MATRIX: [b, h, rows * tile, columns * tile]. SCATTER: [lists, groups, size] in the
-    simulator, where every warpgroup adds to an array of its own; None on the device."""
+    """What the kernel writes: for SUMS and MAGNITUDES `sums` is [lists, tile, tile], for MATRIX [b, h, rows * tile,
+    columns * tile], for SCATTER [lists, groups, size] in the simulator, where every warpgroup adds to an array of its
+    own; None on the device.
+    """
 
     sums: Part | None
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptureKernel:
-    """The kernel for one load, whose derivative is `derivative.results[2 + load_number]`.
+    """The kernel that sums g = p * (dP - delta) * d mod / d load of one load over lists of tiles. "mod" is score_mod,
+    the "load" its read of a captured array; d mod / d load is `derivative.results[2 + load_number]`.
 
     plan          with extra features joined to the head dim
     derivative    score_mod with its derivatives
@@ -117,6 +120,9 @@ class CaptureKernel:
     sink          what happens to g
     dtype         of what the kernel writes for SUMS and MATRIX
     card          whose mma.sync kernel runs (capture_sm80.py); None: the kernel for Hopper does
+
+    A tile has `shape.tile` queries and as many keys; each computing warpgroup has ROWS of the queries, and goes through
+    the keys in parts of `part_keys`. A visit is one tile of one head.
     """
 
     plan: KernelPlan
@@ -359,7 +365,8 @@ class CaptureKernel:
 
 @dataclasses.dataclass(frozen=True)
 class ListCta:
-    """One CTA inside the kernel of either family: it works through the list `list_number`, which has `steps` visits.
+    """One CTA inside the kernel of either family: it works through the list `list_number`, which has `steps` visits. g
+    is what the kernel sums (`CaptureKernel`).
 
     kernel            what is known at compile time
     inputs, outputs   Refs to operands and results
@@ -459,7 +466,8 @@ class ListCta:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta(TileCta):
-    """One CTA inside the kernel for Hopper.
+    """One CTA inside the kernel for Hopper: computing warpgroups, and as the last one the copying warpgroup. A visit is
+    one tile of the list, whose keys come in parts of ROWS.
 
     math      how P and d mod / d load of a part of a tile are computed
     list      the list that it works through

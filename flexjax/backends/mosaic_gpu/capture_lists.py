@@ -1,7 +1,7 @@
-"""Lists of tiles for the gradients of captured arrays: each CTA sums the tiles of one list.
+"""Lists of tiles for the gradients of captured arrays: each CTA sums the tiles of one list. A *visit* is one tile of one
+head that the block mask lists (every tile where there is no block mask).
 
-A *visit* is one tile of one head that the block mask lists (every tile where there is no block mask). Visits are
-sorted by a key that depends on the load class (docs/glossary.md), and each list is a contiguous run of visits with
+Visits are sorted by a key that depends on the load class (docs/glossary.md), and each list is a contiguous run of visits with
 the same key:
 
     load class  key

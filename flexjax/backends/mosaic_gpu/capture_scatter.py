@@ -40,11 +40,12 @@ def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
 
 
 def distinct(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether different (b, h, position) certainly read different elements, if `load` is evaluated at them.
+    """Whether different (b, h, position) certainly read different elements by `load`, where a position is a query, a
+    key, their difference or (query, key), by the class of the load.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1; also for an index of
     constants. False where an index is no affine integer, mixes axes, or adds a number that depends on b or h, and where
-    an origin gives each batch entry positions of its own but the index does not depend on b. Heads and batch entries
+    an origin gives each batch entry positions of its own but the index does not depend on b. Batch entries and heads
     count only if the index depends on them.
     """
     if "b" not in axes(load) and positions_differ_by_entry(plan, load):

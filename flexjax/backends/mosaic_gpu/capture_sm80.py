@@ -56,7 +56,8 @@ def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel, as one of its warpgroups sees it.
+    """One CTA inside the kernel, as one of its warpgroups sees it. A visit is one tile of the list, whose keys come in
+    parts of `CaptureKernel.part_keys`; g is what the kernel sums.
 
     list      the list that it works through
     slots     of tiles

@@ -1,4 +1,5 @@
-"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py).
+"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py), for
+Hopper and for mma.sync.
 
 A tile of scores has 64 or 128 queries and as many keys; a computing warpgroup has ROWS of the queries, and keys come
 in slots of ROWS. A *ring* is a buffer in shared memory with several slots, filled by a copying warpgroup. The *staged

@@ -53,9 +53,15 @@ MOST_SUMS = 8
 
 
 class DqOrder(typing.NamedTuple):
-    """The choices that the top of this file describes.
+    """In which order the CTAs of the fused backward kernel add their dQ tiles to memory. Key tile and rank of a CTA
+    follow from its start number (`assignment_of`).
 
-    delay   the modelled start-up delay, relative to the kernel's time without the delay
+    heads      key heads side by side in launch order
+    sums       partial dQ sums of a head: the key tile of rank r adds to sum r % sums, and the sums are added up at the
+               end
+    downward   True: queries are walked from the last to the first, and key tile 0 has rank 0. False: from the first to
+               the last, and the last key tile has rank 0
+    delay      the modelled start-up delay, relative to the kernel's time without the delay
     """
 
     heads: int
@@ -133,7 +139,12 @@ def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, s
 
 
 class Assignment(typing.NamedTuple):
-    """What a CTA of the fused kernel owns in a fixed order: key head, key tile, and the tile's rank in its head."""
+    """What a CTA of the fused kernel owns in a fixed order, int32 scalars.
+
+    key_head   counted over all batch entries
+    key_tile   number of the key tile in its head
+    rank       place of the key tile among those of its head in the order of additions
+    """
 
     key_head: jax.Array
     key_tile: jax.Array
@@ -144,7 +155,7 @@ def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: in
     """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, the last time the heads that
     are left, and among these rank 0 of each head, then rank 1 of each, and so on.
 
-    start       the CTA's start number, int32 scalar
+    start       how many CTAs started before this one, int32 scalar
     kv_tiles    key tiles of a head
     key_heads   key heads over all batch entries
 

@@ -47,7 +47,8 @@ def _power_of_two(k: jax.Array) -> jax.Array:
 
 
 def scale(total: jax.Array) -> jax.Array:
-    """2^k, the factor by which numbers are multiplied before they are rounded to integers, a float32 scalar.
+    """2^k with k = `power(total)`: the factor by which numbers are multiplied before they are rounded to integers, a
+    float32 scalar.
 
     total   a bound of the sum of all magnitudes, a float32 scalar
     """
@@ -55,8 +56,8 @@ def scale(total: jax.Array) -> jax.Array:
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """The sums as float32, [size], from the words of their signed 64-bit integers: each integer times 2^-k; NaN where
-    `total` is not finite.
+    """The sums as float32, [size], from the words of their signed 64-bit integers: each integer times 2^-k with k =
+    `power(total)`; NaN where `total` is not finite.
 
     words   [size, 2] uint32, low word first
     total   the bound for which the numbers were scaled

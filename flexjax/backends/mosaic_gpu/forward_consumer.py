@@ -137,7 +137,9 @@ class Consumer:
 
 @dataclasses.dataclass(frozen=True)
 class QueryTile(QueryRows[ForwardTile]):
-    """The rows of one work item that one consumer computes: beside the fields of QueryRows
+    """The rows of one work item (one query tile with the key tiles that it visits) that one consumer computes. A step
+    is one key tile; in the methods `n` is the number of a step in the item, from 0, unmasked steps first. Beside the
+    fields of QueryRows
 
     scratch      Refs to the CTA's shared memory
     turn         number of the work item in this CTA

@@ -29,7 +29,8 @@ from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """The producer warpgroup of one CTA.
+    """The producer warpgroup of one CTA. A step is one key tile of a work item, which is one query tile with the key
+    tiles that it visits; `n` counts the steps of an item from 0.
 
     setup     what is known before the kernel is traced
     inputs    Refs to global memory

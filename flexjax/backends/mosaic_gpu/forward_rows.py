@@ -108,7 +108,8 @@ def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: Wo
 
 @dataclasses.dataclass(frozen=True)
 class QueryRows(typing.Generic[AnyTile]):
-    """The rows of one work item that one warpgroup computes.
+    """The rows of one work item (one query tile with the key tiles that it visits) that one warpgroup computes. A step
+    is one key tile; in the methods `n` is the number of a step in the item, from 0, unmasked steps first.
 
     setup             what is known before the kernel is traced
     inputs, outputs   Refs to global memory

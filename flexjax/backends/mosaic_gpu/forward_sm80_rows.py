@@ -42,7 +42,9 @@ Starts = tuple[Scalar, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MmaRows(QueryRows[MmaForwardTile]):
-    """The rows of one work item that one warpgroup computes: beside the fields of QueryRows
+    """The rows of one work item (one query tile with the key tiles that it visits) that one warpgroup computes. A step
+    is one key tile; in the methods `n` is the number of a step in the item, from 0, unmasked steps first. Beside the
+    fields of QueryRows
 
     scratch   Refs to the CTA's shared memory
     copies    of the kernel

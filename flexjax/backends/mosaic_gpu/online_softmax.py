@@ -68,7 +68,8 @@ class Rescale(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSoftmax:
-    """The softmax of one kernel.
+    """The softmax of one kernel. The reference of a row is what its exponentials are relative to, by default its
+    running maximum; it is kept as a score times log2(e), or as a score with `large_scores` (the unit of references).
 
     shape          of a tile, (rows, columns)
     lazy_rescale   references may lag behind the maximum
@@ -77,8 +78,8 @@ class OnlineSoftmax:
     interpret      whether the kernel runs in the simulator
     large_scores   references are scores, not scores times log2(e)
     program        the score program, None for the identity
-    whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its
-                   weights to those of this pass (tile_math.py)
+    whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round
+                   its weights to those of this pass (tile_math.py)
     """
 
     shape: tuple[int, int]

@@ -33,7 +33,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """How one kernel stages the array that `load` reads.
+    """How one kernel stages the array that `load` reads: TMA copies its tiles to a ring in shared memory, from where
+    the computing warpgroups read them. q0 and kv0 are the first query and the first key of a tile.
 
     plan         of the call
     derivative   the program of the load, which computes its leading indices

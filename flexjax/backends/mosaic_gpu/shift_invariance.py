@@ -31,7 +31,8 @@ def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> b
 
 
 def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
-    """The change of an atom, None where unknown.
+    """The change of an atom: by how much it grows when query and key both grow by `period` positions, whatever they
+    are; None where unknown.
 
     0 for literals and for values of b, h and q - kv alone; (a + b) * period for an affine integer a * q + b * kv + c;
     None for what depends on the score; otherwise the entry of `known`.
@@ -50,8 +51,9 @@ def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int 
 
 
 def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """Id -> change of q, kv (`period`), the score (None), and the result of each step of `program` that `index` needs,
-    None where unknown. The result of a load or Call has change 0 if no argument changes, else None.
+    """Id -> change (`_change_of`) of q and kv (`period`), of the score (None), and of the result of each step of
+    `program` that `index` needs, None where unknown. The result of a load or Call has change 0 if no argument changes,
+    else None.
 
     index    atoms of the program
     period   in positions
@@ -76,7 +78,7 @@ def _unchanged(changes: list[int | None]) -> int | None:
 
 
 def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
-    """The change of the result of an operation, from the changes of its arguments; None where unknown.
+    """The change (`_change_of`) of the result of an operation, from the changes of its arguments; None where unknown.
 
     step      the operation
     changes   those of its arguments, None where unknown
@@ -118,8 +120,8 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
 
 
 def _change_of_quotient(step: ir.Op, change: int) -> int | None:
-    """The change of a quotient or remainder by a positive literal that divides the change of the numerator; None
-    otherwise.
+    """The change (`_change_of`) of a quotient or remainder by a positive literal that divides the change of the
+    numerator; None otherwise.
 
     step     any operation of integers
     change   of the numerator

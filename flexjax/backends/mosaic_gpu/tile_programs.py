@@ -70,6 +70,9 @@ class TileProgram:
     origin                 where rows and columns lie in the whole problem, whose positions the program reads; None:
                            positions count from 0
     batch, offsets         number of the batch entry; axis -> what `origin` adds to row numbers, for axes of one run
+
+    The kind of a value is SCALAR, ROW (one number for each row), COLUMN, TILE, or NARROW (a tile that repeats after PERIOD
+    columns). An affine integer is a * q + b * kv + c with numbers a and b, and c the same for a whole head.
     """
 
     def __init__(

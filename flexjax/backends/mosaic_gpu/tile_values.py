@@ -108,8 +108,8 @@ class Scaled(typing.NamedTuple):
 
 
 def deferred_sum(a: TileValue, b: TileValue, sign: int) -> TileValue | None:
-    """a + sign * b as a TileValue whose affine terms are deferred, where a or b is an affine tile; None where it must
-    be computed.
+    """a + sign * b as a TileValue whose affine terms are deferred, where a or b is an affine tile (one with an
+    `affine_slope`); None where it must be computed.
 
     sign   1 or -1
 
