@@ -158,15 +158,16 @@ class FusedVisits:
 
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
-        begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head,
-                  or once a visit where `heads_inside`
+        begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head, or
+                  once a visit where `heads_inside`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
 
-        The running number counts the visits before this one. All query heads of the group of the key head are visited.
-        Without lists every query tile is visited, and `masked` is a bool, whether the plan has a mask_mod, in either
-        case of `by_runs`.
+        Query tiles come in the order of the list, ascending, or with `DqOrder.downward` descending, with and without
+        the mask mixed. All query heads of the group of the key head are visited, one after the other unless
+        `heads_inside`. The running number counts the visits before this one. Without lists every query tile is visited,
+        and `masked` is a bool, whether the plan has a mask_mod, in either case of `by_runs`.
         """
         plan, zero = self.plan, jnp.int32(0)
         _, h_kv, mask_b, tile, _ = own

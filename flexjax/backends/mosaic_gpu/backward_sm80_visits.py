@@ -129,7 +129,8 @@ class VisitSequence:
         return Visit(head, jnp.int32(0), start)
 
     def _start(self, head: Scalar, step: Scalar, counts: VisitCounts) -> Scalar:
-        """The number of the first token of the tile that the head visits at this step.
+        """The number of the first token of the tile that the head visits at this step: of the full list, then of the
+        partial one; without lists the tiles come in order.
 
         step     less than the sum of `counts`
         counts   what `counts(head)` gives

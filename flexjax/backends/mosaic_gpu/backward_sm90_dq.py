@@ -170,12 +170,12 @@ class _Cta(TileCta):
     # --------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar, outputs: DqOutputs[Ref]) -> None:
-        """What computing warpgroup `group` does: dQ of its queries for each of the E batch entries.
+        """What computing warpgroup `group` does: dQ of its queries for each batch entry of the CTA.
 
-        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the
-        unmasked visits, then the masked ones. dQ is scaled, converted to the dtype of query, and copied to
-        `outputs.d_query` by TMA. Direct gradients are written tile by tile during the visits, and zeros to the key
-        tiles that this query tile skips.
+        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO and waits for
+        them, and makes the unmasked visits, then the masked ones. dQ is scaled, converted to the dtype of query, and
+        copied to `outputs.d_query` by TMA. Direct gradients are written tile by tile during the visits, and zeros to
+        the key tiles that this query tile skips.
         """
         math, tiles, plan = self.math, self.tiles, self.math.plan
         common.raise_register_limit(tiles.groups)

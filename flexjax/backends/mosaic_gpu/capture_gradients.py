@@ -327,8 +327,8 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """After how many tiles along a diagonal the load's index is proven to repeat (`invariant`), the least such number.
-    0 if no number up to the limit is proven, and under an origin of several runs.
+    """After how many tiles along a diagonal the load's index is proven to repeat (`invariant`), the least such number,
+    at least 1. 0 if no number up to the limit is proven, and under an origin of several runs.
 
     derivative   the program of the load
     tile         queries of a tile, which is square
@@ -359,8 +359,9 @@ def _largest_total(
     derivative    score_mod with its derivatives
     load_number   of the load among `gradient_loads(derivative)`
 
-    The bound follows from g = p (dP - delta) * d mod / d load: the p of one query sum to 1 (where scores may be too
-    large to scale, each may be 1), |dP| is at most |dO| |V|, and delta is in `tokens.stats`.
+    g = p (dP - delta) * d mod / d load. The p of one query sum to 1 (where scores may be too large to scale, each may
+    be 1, so the number of keys multiplies the bound), and |dP| is at most |dO| times the longest value of the head. So
+    the bound is the largest |d mod / d load| times the sum, over all queries, of that product and of |delta|.
     """
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))

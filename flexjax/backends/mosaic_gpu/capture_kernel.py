@@ -187,10 +187,11 @@ class CaptureKernel:
         return lists.count[list_number] * (batch * heads)
 
     def visit(self, lists: TileLists[Ref], list_number: Scalar, steps: Scalar, i: Scalar) -> Visit:
-        """The i-th visit of a list, read from the lists in the kernel.
+        """The i-th visit of a list, read from the lists in the kernel. A list that repeats its run makes all visits of
+        one head before those of the next.
 
         list_number   number of the list
-        steps         how many visits it has
+        steps         how many visits it has, repeats included
 
         Past the end of the list: its last visit. In an empty list: the list's first head, and tile code 0.
         """
@@ -497,7 +498,7 @@ class _Cta(TileCta):
 
     def compute(self, group: Scalar) -> None:
         """What computing warpgroup `group` does: in every visit of the list it computes g of its queries, and does with
-        g what `Sink` says.
+        g what `Sink` says. In a cluster both CTAs compute, and only the first writes.
 
         With two computing warpgroups it raises its register limit. For SCATTER in the simulator it first zeroes its
         array. Sums in registers are written after the last visit, zeros for an empty list. SCATTER that keeps no sums

@@ -110,7 +110,7 @@ def capture_scratch(
     ctas: int = 1,
     interpret: bool = False,
 ) -> Scratch[Description]:
-    """The shared memory of a CTA of the kernel.
+    """The shared memory of a CTA of the kernel for Hopper.
 
     groups         computing warpgroups
     rings          ring depths
@@ -120,6 +120,9 @@ def capture_scratch(
     parts          of an operand (float_parts.py)
     ctas           that share the columns (columns.py)
     interpret      whether the kernel runs in the simulator
+
+    Barriers of full slots expect one arrival for each copy: of each part of two operands, and at `query_full` also of a
+    staged tile. Barriers of free slots expect one arrival of each computing warpgroup.
     """
     dim, value_dim = dims
     tile = groups * ROWS

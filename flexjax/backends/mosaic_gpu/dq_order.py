@@ -108,14 +108,16 @@ def _sums(kv_tiles: int) -> list[int]:
 
 
 def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: int) -> DqOrder:
-    """The downward order with these choices, and its start-up delay from the model that the comments give.
+    """The downward order with these choices, and its modelled start-up delay.
 
     q_tiles, kv_tiles   tiles of a query head and of a key head
     heads               key heads side by side
     sums                partial dQ sums of a head
 
-    The delay is relative to the kernel's time without it. It includes the memory traffic of the partial sums after the
-    first. A causal-like mask has no start-up delay where all CTAs run at once.
+    The delay, relative to the kernel's time without it, is the larger of two plus a third: HANDOFF steps for each CTA
+    of a sum that starts together with the last one; by how much the additions to one query tile, one after the other,
+    take longer than the kernel; and the memory traffic of the partial sums after the first. A causal-like mask has no
+    start-up delay where all CTAs run at once.
     """
     key_heads, density = plan.batch * plan.kv_heads, 0.5 if is_triangle(plan) else 1.0
     steps = q_tiles * plan.group  # of the longest CTA

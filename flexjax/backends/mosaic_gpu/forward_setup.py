@@ -85,8 +85,8 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     @property
     def softmax(self) -> OnlineSoftmax:
-        """The online softmax of a consumer's tile. Row maxima that are a result must not lag, so with them
-        `lazy_rescale` is off.
+        """The OnlineSoftmax of one warpgroup's tile, [tile.rows, tile.block_kv]. Row maxima that are a result must not
+        lag, so with them `lazy_rescale` is off.
         """
         tile = self.tile
         return OnlineSoftmax(

@@ -160,7 +160,7 @@ def launch(
 
 
 def overlaid(both: Ref) -> tuple[Ref, Ref]:
-    """`both`, the Refs (first, second) of OverlaidTensorTiles, with the type of a pair, which pyright does not know."""
+    """`both`, the Refs (first, second) of OverlaidTensorTiles, as the pair that pyright does not see."""
     first, second = typing.cast(tuple[Ref, Ref], both)
     return first, second
 
@@ -196,9 +196,7 @@ def _allocated(part: Description, interpret: bool) -> object:
 
 
 def _swizzled(part: SwizzledTiles) -> object:
-    """The Pallas allocation of `part`, tiles that TMA writes and WGMMA reads, with the largest swizzle up to
-    `part.swizzle` that divides a row.
-    """
+    """The Pallas allocation of `part`, with the largest swizzle up to `part.swizzle` that divides a row."""
     item = jnp.dtype(part.dtype).itemsize
     swizzle = swizzle_bytes(part.shape[-1], item, part.swizzle)
     transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
@@ -277,9 +275,7 @@ def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:
 
 
 def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
-    """`value`, an i32 on which all threads agree, in the form that a function declared to return SCALAR_INT has to
-    return.
-    """
+    """`value`, an i32 on which all threads agree, in the form in which a function returns a SCALAR_INT."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 

@@ -196,9 +196,11 @@ def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int)
 def direct_gradients(
     plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]
 ) -> tuple[DirectGradient, ...]:
-    """The gradients that a dQ kernel writes whose CTA takes one batch entry and which needs no shared memory for them: of arrays with an
-    element for each batch entry, or for a single one.
+    """The direct gradients of a dQ kernel whose CTAs take one batch entry and which needs no shared memory for them
+    (the one on mma.sync): those of the wanted arrays that `_direct_gradient` allows and that have an element for each
+    batch entry, which a batch of 1 always has; () without a score_mod.
 
+    plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
     wanted       for each captured array of the score program: whether its gradient is asked for
     """
@@ -229,7 +231,9 @@ class DenseBiasPlan:
 
     @property
     def types(self) -> DenseBiasTypes:
-        """The dtypes and numbers that the kernels need to know to size their shared memory."""
+        """The part of this plan that the shared memory of a kernel depends on: the dtype of the staged array, None
+        where none is staged; the dtype of each direct gradient; and the batch entries of a CTA.
+        """
         staged = None if self.staged is None else self.staged_type
         return DenseBiasTypes(staged, tuple(one.dtype for one in self.direct_gradients), self.batch_entries)
 

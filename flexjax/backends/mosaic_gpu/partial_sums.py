@@ -109,7 +109,9 @@ class PartialSums:
     interpret: bool
 
     def total(self, tile: jax.Array, number: Scalar | int) -> jax.Array:
-        """The sum of this warpgroup's and its partner's tile, [rows, columns] float32; the same bits in both CTAs.
+        """The sum of this warpgroup's and its partner's tile, [rows, columns] float32; the same bits in both CTAs. It
+        sends this warpgroup's tile and waits for the partner's, so both CTAs make the same calls in the same order.
+        With one CTA `tile` itself.
 
         tile     this warpgroup's partial sum
         number   how many tiles this warpgroup exchanged before; only whether it is odd matters

@@ -144,7 +144,7 @@ Description = SwizzledTiles | PlainArray | Barriers | ClusterTiles | ClusterBarr
 
 def scratch_bytes(scratch: tuple) -> int:
     """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves
-    out).
+    out), with RESERVED for barriers and alignment.
     """
     parts: list[Description] = jax.tree.leaves(scratch)
     return sum(part.bytes for part in parts) + RESERVED

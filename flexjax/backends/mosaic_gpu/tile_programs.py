@@ -135,7 +135,9 @@ class TileProgram:
         return new
 
     def _row_numbers(self) -> jax.Array:
-        """The numbers of the rows of a tile, int32 [rows], counted from its first; see `used_rows`."""
+        """The numbers of the rows of a tile, int32 [rows], counted from its first: 0, 1, ...; from `used_rows` on all
+        used_rows - 1.
+        """
         rows = registers.row_iota(self.shape[0])
         return rows if self.used_rows is None else jnp.minimum(rows, np.int32(self.used_rows - 1))
 
@@ -283,7 +285,7 @@ class TileProgram:
     # ------------------------------------------------------------- evaluation
 
     def _kind(self, axes: ir.Axes) -> str:
-        """The kind of a value that depends on these axes; b and h do not count.
+        """The kind of a value that depends on these axes, on tiles with this `row_axis`; b and h do not count.
 
         SCALAR without axes, ROW for the axis of the rows alone, COLUMN for the other of q and kv alone, else TILE (also
         for delta and score).
