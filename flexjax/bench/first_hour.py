@@ -1,12 +1,12 @@
 """`python -m flexjax.bench --suite first-hour`: the first hour on a card that flexjax has not seen, in under ten minutes.
 
-Stages, each with a share of the time; what one leaves is the next one's:
+The stages run in this order. STAGES says by which part of the time each has to be done, so a stage also has what those before it left:
 
     facts       card, driver, versions, and which GPU kernels take a plain call, with which options
     numerics    a case of each feature, results and gradients, against a float64 oracle that shares no code with the compiler
-    ceilings    a large bfloat16 matrix product and a large read
+    ceilings    large bfloat16 and float16 matrix products, and a large read of memory
     times       flexjax beside cuDNN (jax.nn) and, where torch is installed, FlexAttention and FlashAttention-2
-    sustained   flexjax back to back, with the SM clock meanwhile: what the model of the card predicts is at this clock
+    sustained   flexjax back to back, with SM clock and power meanwhile: a model of the card predicts a rate for a clock, and this is it
     tune        flexjax.autotune on a few workloads
 
 The report is written after each stage, as JSON and as Markdown, so that an interrupted run leaves one too: send both back. Every task runs

@@ -17,14 +17,18 @@ The order of the index that a product sums over is free, if both operands have t
 
 - Keys: block i of 64 keys of a tile gives warp w the keys 64 i + 16 w + (0 .. 15). This is the layout of a WGMMA accumulator, so mods
   are evaluated on S^T [keys, queries] as on any tile.
-- Q K^T sums over dims: a thread holds parts 2t and 2t + 1 of 16 dims, of which the four words are four steps of 16 dims. Dims 0 and 2
-  of a word are columns 2t and 2t+1 of the step, 1 and 3 columns 2t+8 and 2t+9; the queries are permuted alike, once.
-- P V: a thread holds part g of 16 dims, for the keys 2t, 2t+1, 2t+8, 2t+9. Rows g and g + 8 of O^T in step m are dims 16 g + 2m and
-  16 g + 2m + 1. Two words of neighbouring keys are interleaved before they are widened.
+- Q K^T sums over dims. The 128 dims of a row of a piece are eight parts of 16 bytes, and a thread reads parts 2t and 2t + 1 of its rows. A part has
+  four words of four dims. An `mma` takes one word of each thread, so it sums over 16 dims: four from each of the four parts that the threads
+  t = 0 .. 3 read. Dims 0 and 2 of a word are columns 2t and 2t+1 of the left operand, dims 1 and 3 columns 2t+8 and 2t+9. The queries
+  have their dims in the same order (`query_words`).
+- P V sums over keys. A thread reads part g of the rows of V of the keys 2t, 2t+1, 2t+8 and 2t+9: dims 16 g to 16 g + 15 of a piece. The
+  `mma` with number m, 0 to 7, computes dims 16 g + 2m and 16 g + 2m + 1, in rows g and g + 8 of O^T. Words of the keys 2t and 2t+1 are
+  interleaved before they are widened, because a word of the left operand has the same dim of two neighbouring keys.
 - P^T comes from S^T by transposing 8 x 8 matrices of 16-bit numbers (`movmatrix`).
 
-Tiles lie in pieces of 8 rows of 128 bytes, whose 16-byte parts are at part XOR row, as TMA swizzles them. Eight neighbouring threads then
-read eight different parts: with t from 0 to 3, rows g and g + 1 have 2t XOR g of both parities, and rows 2t have g XOR 2t.
+Tiles lie in pieces of 8 rows of 128 bytes. TMA swizzles them: part n of row r is stored as part n XOR r. Eight neighbouring threads, two
+neighbouring g with t = 0 .. 3 each, read eight different parts, so no two of them read the same banks of shared memory. Their parts are
+2t XOR g in rows g of K, and g XOR 2t in rows 2t of V: four even numbers for one g, four odd ones for the other.
 
 The functions compute on values of one thread by an `Ops`, which emits instructions (decode_sm90_bytes.py), or in tests computes with numpy
 for all threads of a warpgroup.
@@ -311,7 +315,7 @@ def add_values(
     stored: str,
     dtype: str,
 ) -> dict[tuple[int, int], Word]:
-    """out * factor + V^T P^T: (64 m + 8 h, column) -> the sum of dim 16 g + 2 m + h (of piece m // 8).
+    """out * factor + V^T P^T: (64 (8 p + m) + 8 h, column) -> the sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1.
 
     values    [block_kv, value_dim] bytes in shared memory, in swizzled pieces
     weights   of every key, float32

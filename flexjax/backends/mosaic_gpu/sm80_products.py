@@ -12,10 +12,12 @@ were computed as a tile are fragments of a left operand as they are:
     lane l: r = l / 4, c = l % 4. Two neighbouring fragments of C, converted to 16 bits, are one fragment of A.
 
 Fragments come from shared memory by ldmatrix, four 8 x 8 matrices at a time. A warp has 16 rows of every 64; with 128 rows a
-fragment of the right operand serves two mma, and that halves the traffic of shared memory, which with 64 rows is as slow as the
-tensor cores. The products of one k-step of 16 are emitted together with their loads; ptxas interleaves the steps.
+fragment of the right operand serves two mma.sync, which halves the reads of shared memory; with 64 rows these reads take as long as
+the products. A product sums over its inner dimension in steps of K = 16: the loads and mma.sync of a step are emitted together, and
+ptxas interleaves the steps.
 
-The functions compute in every warpgroup on its own operands, and wait for nothing. In the simulator they are plain dots.
+Each warpgroup calls the functions on operands of its own. They contain no barrier: the caller waits until the operands are in shared
+memory. In the simulator they are plain dots.
 """
 
 import dataclasses
