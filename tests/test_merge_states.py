@@ -55,6 +55,30 @@ def test_it_is_the_whole_with_its_gradients() -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), found, want)
 
 
+def test_parts_may_be_merged_in_any_grouping() -> None:
+    """One after the other, in pairs, and all at once, with parts without keys and scores far apart."""
+    rng = np.random.default_rng(1)
+    outs, lses = (array(rng.standard_normal(s), jnp.float32) for s in ((4, 9, D), (4, 9)))
+    lses = lses.at[:, 0].set(-jnp.inf).at[1, 1:4].set(-jnp.inf).at[2, 5].set(1e4).at[3, 6].set(-1e10)
+
+    @quick_jit
+    def grouped(outs: jax.Array, lses: jax.Array):
+        def merged(*states: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return flexjax.merge_attention_states(*(jnp.stack(x) for x in zip(*states, strict=True)))
+
+        a, b, c, d = zip(outs, lses, strict=True)
+        return (
+            merged(a, b, c, d),
+            merged(merged(merged(a, b), c), d),
+            merged(merged(a, b), merged(c, d)),
+            merged(d, c, b, a),
+        )
+
+    want, *others = grouped(outs, lses)
+    for other in others:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), other, want)
+
+
 def test_states_without_keys_weigh_nothing() -> None:
     """Whatever their out is, also NaN; and all of them together give 0 and -inf, with gradients 0."""
     low = -jnp.inf

@@ -51,7 +51,7 @@ def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Arra
     """
     shape = (ROWS, columns)
     if interpret:
-        return jnp.zeros(shape, jnp.float32).at[:rows].set(source[...])
+        return jnp.pad(source[...], ((0, ROWS - rows), (0, 0)))
 
     @inline_mgpu(plgpu.RefType(), returns=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
     def load(memory: ir.Value) -> mgpu.FragmentedArray:

@@ -1,0 +1,87 @@
+"""How many kernels XLA launches for a call over pages, compiled for Hopper: few beside attention, however the queries come.
+
+Compiled in a child process, which this file also is: `python test_launches.py name...`.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+import flexjax  # noqa: E402
+from flexjax import paged  # noqa: E402
+from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
+PAGE, COLUMNS, HEADS, KEY_HEADS, DIM = 64, 64, 32, 8, 128
+MOST = {"one query": 6, "ragged": 16, "ragged, many queries": 36, "shared prefix": 24}
+"""Kernels, and copies by XLA, beside those of attention; with the two that merge partial results."""
+
+
+def step(name: str) -> tuple[typing.Callable, list[jax.ShapeDtypeStruct]]:
+    """A call and the shapes of its arrays."""
+    requests, tokens = 16, {"ragged": 200, "ragged, many queries": 2048}.get(name, 16)
+    pool = requests * COLUMNS
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def call(query, key, value, pages, lengths, ends, group, prefix, prefix_length):
+        table = paged.PageTable(pages, lengths, jnp.zeros(pool, jnp.int32), PAGE)
+        given: dict[str, typing.Any] = {"implementation": "mosaic_gpu"}
+        if name == "shared prefix":
+            given["shared"] = flexjax.SharedPrefix(group, prefix, prefix_length)
+        if name.startswith("ragged"):
+            given["cu_q_lens"] = ends
+        else:
+            query = query[:, None]
+        return flexjax.paged_attention(query, paged.PagedCache(key, value), table, **given)
+
+    rows = bf16(tokens, HEADS, DIM), bf16(pool, PAGE, KEY_HEADS, DIM), bf16(pool, PAGE, KEY_HEADS, DIM)
+    table = i32(requests, COLUMNS), i32(requests), i32(requests + 1), i32(requests), i32(1, COLUMNS), i32(1)
+    return call, [*rows, *table]
+
+
+def launches(name: str) -> tuple[int, int]:
+    """(kernels of attention, other kernels and copies) of a call."""
+    call, arrays = step(name)
+    make = lambda devices: (call, Mesh(np.array(devices), ("x",)))
+    text = compile_hopper.compile_on_hoppers(make, 1, arrays, [PartitionSpec()] * len(arrays))
+    entry = text[text.index("\nENTRY") :]
+    kinds = re.findall(r"^ +(?:ROOT )?%?[\w.\-]+ = (?:\([^)]*\)|\S+) ([\w\-]+)\(", entry, re.MULTILINE)
+    assert not {"while", "conditional", "call"} & set(kinds), "a loop launches its kernels in each round"
+    others = ("fusion", "copy", "sort", "scatter", "gather", "reduce", "reduce-window", "transpose", "concatenate")
+    return kinds.count("custom-call"), sum(kinds.count(kind) for kind in others)
+
+
+@pytest.mark.slow
+def test_launches() -> None:
+    reason = compile_hopper.missing()
+    if reason:
+        pytest.skip(reason)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, __file__, *MOST]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"^found (.+): (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in found] == list(MOST)
+    for name, attention, others in found:
+        assert int(attention) == (2 if name in ("ragged, many queries", "shared prefix") else 1), name
+        assert int(others) <= MOST[name], f"{name}: {others} kernels"
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print(f"found {each}: {' '.join(map(str, launches(each)))}", flush=True)
