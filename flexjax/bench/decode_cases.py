@@ -169,6 +169,51 @@ class DecodeCase:
         return 5.5 / LARGEST[self.stored]
 
 
+class Floor(typing.NamedTuple):
+    """What a case has to reach on one H200: at least `rate` TB/s over its bytes, at most `ms` milliseconds, or at most `times` the time of
+    another case of the same run. 0: not asked.
+    """
+
+    rate: float = 0.0
+    ms: float = 0.0
+    times: float = 0.0
+    of: str = ""
+
+    def milliseconds(self, bytes_read: float, times: typing.Mapping[str, float]) -> float | None:
+        """The most milliseconds that the case may take; None if the other case has no time.
+
+        bytes_read   of the case, see `DecodeCase.counts`
+        times        milliseconds of each case that has a time, by name
+        """
+        if self.rate:
+            return bytes_read / self.rate / 1e9
+        return self.ms or (self.times * times[self.of] if self.of in times else None)
+
+
+_PLAIN = "B16 S32k"
+FLOORS: dict[str, Floor] = {
+    _PLAIN: Floor(rate=3.9),
+    "B1 S128k": Floor(rate=3.4),
+    "B64 S4k": Floor(rate=3.7),
+    "B1 S8k, 16 caches": Floor(ms=0.025),
+    **{f"{_PLAIN}, {mod}": Floor(times=1 / 0.85, of=_PLAIN) for mod in (*SCORE_MODS, "documents")},
+    f"{_PLAIN}, window": Floor(ms=0.06),
+    **{f"{_PLAIN}, group of {n}": Floor(times=1 / 0.9, of=_PLAIN) for n in (1, 3, 6, 7, 8)},
+    **{
+        f"{_PLAIN}, {what}": Floor(times=1.25, of=_PLAIN)
+        for what in ("4 queries", "8 queries", "16 queries", "tree of 16")
+    },
+    "ragged B64 in 32k": Floor(rate=3.2),
+    "ragged B64 in 128k": Floor(times=1.05, of="ragged B64 in 32k"),
+    **{f"{_PLAIN}, pages of {n}": Floor(times=1 / 0.88, of=_PLAIN) for n in (128, 64)},
+    f"{_PLAIN}, pages of 16": Floor(times=1 / 0.7, of=_PLAIN),
+    **{f"{_PLAIN}, pages of 64, {stored}": Floor(times=1 / 1.4, of=f"{_PLAIN}, pages of 64") for stored in LARGEST},
+    "B64, shared prefix of 32k": Floor(ms=0.25),
+    "prefill 4 x 512 on 32k, pages of 64": Floor(times=1 / 0.85, of="prefill 4 x 512 on 32k"),
+}
+"""By name of the case."""
+
+
 class _Long(typing.TypedDict):
     """The two sizes that most cases of the decode suite share."""
 

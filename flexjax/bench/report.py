@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from flexjax.bench.decode_cases import FLOORS, Floor
+
 Row = dict[str, Any]
 """A row of measurements, or the result of one peer; see the top of the file."""
 
@@ -102,12 +104,20 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
     peers                  names of the peers, in the order of the columns
     cudnn                  those of them that are cuDNN
 
-    The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the error of ours, relative to the
-    largest value; "-" where there is none.
+    The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the most time that ours may take on an
+    H200 (`decode_cases.FLOORS`); the error of ours, relative to the largest value; "-" where there is none.
     """
-    head = ["case", *(f"{p}, {unit}" for p in peers for unit in ("ms", "TB/s")), f"cuDNN / {OWN}", f"{OWN}, error"]
+    head = [
+        "case",
+        *(f"{p}, {unit}" for p in peers for unit in ("ms", "TB/s")),
+        f"cuDNN / {OWN}",
+        "floor, ms",
+        f"{OWN}, error",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"]
     ratios: dict[str, float] = {}
+    own_times = {r["problem"]: 1e3 * r["peers"][OWN]["median"] for r in rows if "median" in r["peers"].get(OWN, {})}
+    missed = []
     for row in rows:
         results, cells = row["peers"], [row["problem"]]
         for p in peers:
@@ -119,8 +129,14 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
         if best is not None and "median" in own:
             ratios[row["problem"]] = best / own["median"]
         cells += [f"{ratios[row['problem']]:.2f}" if row["problem"] in ratios else "-"]
+        floor = FLOORS.get(row["problem"], Floor()).milliseconds(row["bytes"], own_times)
+        cells += [f"{floor:.3f}" if floor else "-"]
+        if floor and own_times.get(row["problem"], 0.0) > floor:
+            missed.append(row["problem"])
         lines.append("| " + " | ".join([*cells, f"{own['error']:.0e}" if "error" in own else "-"]) + " |")
     lines += _below(rows, facts, command)
+    if missed:
+        lines.append(f"- slower than the floor of an H200: {', '.join(missed)}")
     if not ratios:
         return "\n".join([*lines, f"No case has times of both cuDNN and {OWN}."])
     worst = min(ratios, key=lambda name: ratios[name])

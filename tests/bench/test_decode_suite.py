@@ -26,6 +26,16 @@ def test_cases_are_sound():
             assert lengths.min() == case.keys
 
 
+def test_floors_are_of_cases() -> None:
+    names = {case.name for case in CASES}
+    assert set(decode_cases.FLOORS) <= names
+    assert {floor.of for floor in decode_cases.FLOORS.values()} <= names | {""}
+    assert sum(bool(x) for floor in decode_cases.FLOORS.values() for x in floor[:3]) == len(decode_cases.FLOORS)
+    of = decode_cases.FLOORS["B16 S32k, window"], decode_cases.FLOORS["B16 S32k, pages of 16"]
+    assert [floor.milliseconds(1e9, {"B16 S32k": 0.49}) for floor in of] == [0.06, pytest.approx(0.7)]
+    assert of[1].milliseconds(1e9, {}) is None
+
+
 def test_pages_are_shuffled_and_shared():
     case = TINY["int8, shared"]
     pages = case.arrays()["pages"]
@@ -76,7 +86,7 @@ def test_an_answer_is_compared_with_the_reference(tmp_path):
 
 def test_table():
     rows = [
-        dict(problem="B1", which="decode", bytes=4e9, peers={
+        dict(problem="B1 S128k", which="decode", bytes=4e9, peers={
             "jax.nn": dict(median=1e-3, error=3e-3, how="cupti"),
             "flexjax": dict(median=0.8e-3, error=4e-3, how="cupti"),
         }),
@@ -88,9 +98,12 @@ def test_table():
     ]  # fmt: skip
     names = ["jax.nn", "jax paged", "flexjax"]
     lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
-    assert lines[2] == "| B1 | 1.000 | 4.00 | - | - | 0.800 | 5.00 | 1.25 | 4e-03 |"
-    assert lines[3] == "| pages | - | - | 1.000 | 4.00 | 2.000 | 2.00 | 0.50 | 4e-03 |"
+    assert lines[2] == "| B1 S128k | 1.000 | 4.00 | - | - | 0.800 | 5.00 | 1.25 | 1.176 | 4e-03 |"
+    assert lines[3] == "| pages | - | - | 1.000 | 4.00 | 2.000 | 2.00 | 0.50 | - | 4e-03 |"
     assert lines[-2:] == ["- jax.nn takes no pages: pages", "cuDNN / flexjax: worst 0.50 (pages), median 0.88"]
+    rows[0]["peers"]["flexjax"]["median"] = 1.2e-3
+    lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
+    assert lines[-2] == "- slower than the floor of an H200: B1 S128k"
     assert report.of_decode([], names, {}, "it", names[:2]).endswith("No case has times of both cuDNN and flexjax.")
 
 
