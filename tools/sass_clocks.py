@@ -22,99 +22,27 @@ rarely (`rare`). LATENCIES are guesses from published measurements; most of them
 import argparse
 import collections
 import dataclasses
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Sequence
 
 from tools.sass_code import Instruction, read, step_loops, without_rare
+from tools.sass_kernels import KERNELS, UNITS, Kernel, Units, compile_kernel, compiled, folder_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Units:
-    """Clocks for which an instruction of one warp occupies a unit of its partition.
-
-    fma, alu, mufu, convert   float32 arithmetic; minimum, compare, select and integers; ex2; two floats to 16 bits, on MUFU's port
-    mma                       mma.sync m16n8k16
-    tensor_rate               operations a clock of a partition's tensor core, for WGMMA
-    """
-
-    fma: float
-    alu: float
-    mufu: float
-    convert: float
-    mma: float
-    tensor_rate: float
-
-
-UNITS = {
-    "A100": Units(fma=2, alu=2, mufu=8, convert=4, mma=8, tensor_rate=512),
-    "L40S": Units(fma=1, alu=2, mufu=8, convert=4, mma=16, tensor_rate=256),
-    "RTX 4090": Units(fma=1, alu=2, mufu=8, convert=4, mma=32, tensor_rate=128),
-    "RTX 5090": Units(fma=1, alu=2, mufu=8, convert=4, mma=32, tensor_rate=128),
-    "Hopper": Units(fma=1, alu=2, mufu=8, convert=4, mma=6, tensor_rate=1024),
-}
-"""The throughput table of the CUDA programming guide, "Arithmetic Instructions", as 32 lanes over a quarter of its results a clock.
-mma: peak rates of the data sheets with float32 sums (A100 1024, L40S 512, RTX 256 FMA a clock of an SM); on Hopper, SASS spaces mma.sync
-by 6 clocks, which is two thirds of the rate of WGMMA; arXiv 2402.13499 measures 63%. convert: fitted, see NOTES_model.md."""
-TARGETS = {"A100": "sm_80", "L40S": "sm_89", "RTX 4090": "sm_89", "RTX 5090": "sm_120", "Hopper": "sm_90"}
-"""Card -> the target that its kernels are compiled for."""
 LATENCIES = dict(shared=26, mufu=24, shuffle=24, memory=40, barrier=20, wgmma=30, other=20)
 """Clocks from the end of an instruction's turn at its unit to its result, where SASS does not say them."""
 QUEUE = 4
 """How many instructions wait at MUFU or shared memory before a warp can issue no further one to it."""
+HANDOVER = 100
+"""Clocks from an arrival at an mbarrier, through tcgen05.ld or tcgen05.mma, to the first result; as in tcgen05_counts.py."""
 STEPS = 12
 """Steps of a run; the last two thirds are measured."""
 STARTS = (300.0, 500.0, 900.0, 1300.0)
 """How many clocks after one another warps begin, in each run."""
 SHARED_BYTES = 128
 """Bytes a clock of an SM's shared memory."""
-
-
-class Kernel(typing.NamedTuple):
-    """A kernel to compile and to simulate.
-
-    call          (mask, head dim) of the call
-    card          key of UNITS
-    instruction   KernelOptions.instruction
-    file          the name that its SASS begins with
-    warps         warps of a partition, one of each resident warpgroup
-    copied        bytes that TMA or the copies of the kernel write to and read from shared memory in a step of all of them
-    """
-
-    call: tuple[str, int]
-    card: str
-    instruction: str | None
-    file: str
-    warps: int
-    copied: int = 0
-
-
-def _kernels(card: str, instruction: str | None) -> dict[str, Kernel]:
-    """The forward and backward kernels of full and causal attention at head dims 64 and 128, by name."""
-    found = {}
-    for mask in ("full", "causal"):
-        for dim in (64, 128):
-            key, call = f"{card} {instruction or 'wgmma'} {mask} d{dim}", (mask, dim)
-            if instruction == "mma":
-                keys = 32 if dim == 128 and TARGETS[card] in ("sm_89", "sm_120") else 64
-                copied = 2 * keys * 2 * dim * 2  # two tiles of two CTAs
-                for kernel, file in ("", "forward_mma"), (" dq", "backward_dq"), (" dkv", "backward_dkv"):
-                    found[key + kernel] = Kernel(call, card, "mma", f"flexjax_{file}", 2, copied)
-                continue
-            groups, queries = 3 if call == ("full", 64) else 2, 128 if dim == 64 else 64
-            found[key] = Kernel(call, card, None, "flexjax_forward", groups, 128 * 2 * dim * 2)
-            # Q and dO come in, dQ in float32 goes out
-            found[key + " fused"] = Kernel(call, card, None, "flexjax_backward_fused", 2, queries * dim * (2 + 2 + 4))
-    return found
-
-
-KERNELS = _kernels("Hopper", None)
-for _card in ("Hopper", "A100", "L40S", "RTX 4090", "RTX 5090"):
-    KERNELS |= _kernels(_card, "mma")
 
 
 # ------------------------------------------------------------------- simulation
@@ -174,6 +102,12 @@ def unit_of(instruction: Instruction, units: Units) -> Use:
         matrices = re.search(r"\.MT?88\.(\d)", text)
         words = int(matrices[1]) if matrices else 4 if ".128" in text else 2 if ".64" in text else 1
         return Use("shared", words * 4 * 32 * 4 / SHARED_BYTES, LATENCIES["shared"])  # all four partitions
+    if name in ("LDTM", "STTM"):
+        shape = re.match(r"\w+\.(\d+)dp(\d+)bit\.x(\d+)", text)
+        lanes, bits, times = (int(n) for n in shape.groups()) if shape else (32, 32, 32)
+        return Use(
+            "tmem", lanes * bits * times / 8 / 128, LATENCIES["memory"]
+        )  # 32 lanes of 4 bytes a clock of a partition
     if name == "SHFL":
         return Use("shared", 4, LATENCIES["shuffle"])
     if name in ("LDG", "LD", "LDL"):
@@ -278,55 +212,22 @@ def _issue(warp: Warp, instruction: Instruction, use: Use, now: float, free: dic
 # ------------------------------------------------------------------- the command
 
 
-def compile_kernel(name: str) -> None:
-    """Compiles both passes of a kernel's call in this process; MOSAIC_GPU_DUMP_TO says where the SASS goes."""
-    import jax
-    import jax.numpy as jnp
-
-    import flexjax
-    from flexjax import masks
-    from tests.backends.mosaic_gpu import compile_card, compile_hopper
-
-    kernel = KERNELS[name]
-    mask, dim = kernel.call
-    options = flexjax.KernelOptions(instruction=typing.cast(typing.Any, kernel.instruction))
-    words: typing.Any = dict(mask_mod=masks.causal) if mask == "causal" else {}
-
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> object:
-        """Output and gradients of the call."""
-        call = lambda *a: flexjax.flex_attention(*a, implementation="mosaic_gpu", kernel_options=options, **words)
-        out, pull = jax.vjp(call, q, k, v)
-        return out, pull(d_out)
-
-    arrays = [jax.ShapeDtypeStruct((2, 8192, 2048 // dim, dim), jnp.bfloat16)] * 4
-    if kernel.card == "Hopper":
-        compile_hopper.compile_for_hopper(both, *arrays)
-    else:
-        compile_card.compile_for(TARGETS[kernel.card], both, *arrays)
-
-
-def folder_of(folder: pathlib.Path, kernel: Kernel) -> pathlib.Path:
-    """Where the SASS of the call of a kernel lies: all kernels of a call are compiled together."""
-    mask, dim = kernel.call
-    return folder / f"{TARGETS[kernel.card]}-{kernel.instruction or 'wgmma'}-{mask}-d{dim}"
-
-
-def compiled(folder: pathlib.Path, names: Sequence[str]) -> None:
-    """Compiles the calls of these kernels, each in a child process."""
-    for place, name in {folder_of(folder, KERNELS[n]): n for n in names}.items():
-        place.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", MOSAIC_GPU_DUMP_TO=str(place))
-        subprocess.run(
-            [sys.executable, "-m", "tools.sass_clocks", "--child", str(folder), name], check=True, env=environment
-        )
-
-
 def loops_of(folder: pathlib.Path, kernel: Kernel) -> list[Clocks]:
     """The clocks of a kernel's loops: that of tiles without a mask and that of masked ones, or one for both."""
     (path,) = folder_of(folder, kernel).glob(f"{kernel.file}_[0-9]*.sass_ctrl")
     code, labels = read(path.read_text())
     bodies = [without_rare(code, labels, loop) for loop in step_loops(code, labels)]
-    return [simulate(body, UNITS[kernel.card], kernel.warps, kernel.copied) for body in bodies]
+    units = UNITS[kernel.card]
+    found = [simulate(body, units, kernel.warps, kernel.copied) for body in bodies]
+    if not kernel.product:
+        return found
+    # S of a tile, its softmax with no other warp beside it, and P V follow one another, with HANDOVER before each and after
+    chains = [2 * kernel.product + simulate(body, units, 1).step + 4 * HANDOVER for body in bodies]
+    tensor = 2 * kernel.warps * kernel.product
+    return [
+        Clocks(max(c.step, chain, tensor), c.units | dict(tensor=tensor, chain=chain))
+        for c, chain in zip(found, chains, strict=True)
+    ]
 
 
 def table(folder: pathlib.Path, names: Sequence[str]) -> Iterator[str]:

@@ -67,17 +67,20 @@ MATRIX = ("HMMA", "HGMMA")
 
 
 def step_loops(code: Sequence[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """(first, last) index of each innermost loop that multiplies matrices, in the order of the code.
+    """(first, last) index of each innermost loop that multiplies matrices, in the order of the code; where a warp of its own multiplies
+    (tcgen05), of each that computes 16 exponentials or more.
 
     Code after EXIT retries waits and leads back into loops; it is no loop.
     """
     ends = [i for i, x in enumerate(code) if x.name == "EXIT"]
+    multiplies = any(x.name in MATRIX for x in code)
     found = []
     for i, instruction in enumerate(code):
         first = target(instruction, labels)
         if first is None or first > i or any(first <= e <= i for e in ends):
             continue
-        if any(x.name in MATRIX for x in code[first : i + 1]):
+        names = [x.name for x in code[first : i + 1]]
+        if any(name in MATRIX for name in names) or (not multiplies and names.count("MUFU") >= 16):
             found.append((first, i))
     return [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
 

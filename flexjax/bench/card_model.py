@@ -8,8 +8,9 @@ A work item is one query tile (backward: one tile of keys, or of queries for dQ)
 instruction and gives the clocks in which all resident warpgroups of an SM make one step each. Nothing in card_steps.STEPS was fitted to a measured
 time but one number of that tool (conversions to 16 bits take turns with ex2).
 
-**Steps of tcgen05** (10.0, 10.3) come from a count of what each unit has to do for two query tiles of 128 rows and one key tile of 128, as
-in FlashAttention-4 (arXiv 2603.05451), because no such card was at hand: tcgen05_counts.py.
+**Steps on tcgen05** (10.0): the machine code of the softmax warps, simulated; S, softmax and P V of a query tile follow one another, two
+query tiles at a time. Beside it, as COUNTED, a count of what each unit has to do in a kernel like FlashAttention-4 (arXiv 2603.05451),
+which is a bound: tcgen05_counts.py.
 
 **The clock** decides as much as the step: cards lower it under load. Measure it (card.py samples it while the first-hour suite runs), or
 take `Card.clock`, what the card's large matrix product says.
@@ -163,6 +164,10 @@ def clocks(call: Call, step: Step, sms: int, by_keys: bool = False) -> float:
 # ------------------------------------------------------------------- predictions
 
 
+COUNTED = "counted"
+"""The `instruction` of `predict` for a kernel on tcgen05 like FlashAttention-4, by count."""
+
+
 def call_of(workload: Workload) -> Call | None:
     """The call of a workload; None where it has a score mod, another mask, or key heads that several query heads share."""
     mask, w = workload.mask, workload
@@ -189,14 +194,13 @@ def predict(
 ) -> Prediction | None:
     """What a pass should take; None for a head dim or a card without steps.
 
-    instruction   as of KernelOptions; None: WGMMA on Hopper, else mma.sync. "tcgen05" is a forward and a backward kernel by count, also
-                  where a card runs another one
+    instruction   as of KernelOptions; None: WGMMA on Hopper, else mma.sync. COUNTED: a kernel like FlashAttention-4
     clock         of the SMs in GHz; 0: `card.clock`
     """
     ghz = clock or card.clock
     asked = instruction or ("wgmma" if card.capability == "9.0" else "mma")
-    if asked == "tcgen05":
-        total = clocks(call, _tcgen05_step(call.dim, backward), card.sms, backward)
+    if asked == COUNTED:
+        total = clocks(call, _counted_step(call.dim, backward), card.sms, backward)
     else:
         family = "RTX 4090" if "4090" in card.name else FAMILIES.get(card.capability, "")
         kernels = [""] if not backward else ["fused"] if asked == "wgmma" else ["dq", "dkv"]
@@ -210,7 +214,7 @@ def predict(
     return Prediction(total, seconds, call.flops(backward) / seconds / 1e12)
 
 
-def _tcgen05_step(dim: int, backward: bool) -> Step:
+def _counted_step(dim: int, backward: bool) -> Step:
     """A step of the kernels on tcgen05 by count; a mask costs nothing, because masked tiles are few and the FMA units are not the bound."""
     found = tcgen05_backward(dim).step if backward else tcgen05_forward(dim).step
     return Step(found, found, TILE if backward else 2 * TILE, TILE)

@@ -24,6 +24,22 @@ class Step(typing.NamedTuple):
 
 
 STEPS: dict[str, tuple[float, float]] = {
+    "B200 tcgen05 full d64": (
+        3211,
+        3211,
+    ),  # alu 752, fma 296, issue 1134, mufu 2624, shared 320, tmem 640, tensor 1024, chain 3034
+    "B200 tcgen05 full d128": (
+        3805,
+        3805,
+    ),  # alu 880, fma 296, issue 1218, mufu 2624, shared 576, tmem 896, tensor 2048, chain 3805
+    "B200 tcgen05 causal d64": (
+        3196,
+        4291,
+    ),  # alu 748, fma 296, issue 1134, mufu 2624, shared 320, tmem 640, tensor 1024, chain 3091
+    "B200 tcgen05 causal d128": (
+        3817,
+        4535,
+    ),  # alu 876, fma 296, issue 1218, mufu 2624, shared 576, tmem 896, tensor 2048, chain 3817
     "Hopper wgmma full d64": (2229, 2229),  # alu 492, fma 408, issue 1188, mufu 1968, shared 1264, tensor 1536
     "Hopper wgmma full d64 fused": (3336, 3336),  # alu 364, fma 396, issue 1378, mufu 1536, shared 3336, tensor 2560
     "Hopper wgmma full d128": (2062, 2062),  # alu 332, fma 270, issue 808, mufu 1312, shared 1824, tensor 2048
@@ -94,7 +110,7 @@ STEPS: dict[str, tuple[float, float]] = {
     "RTX 5090 mma causal d128 dkv": (8386, 8192),  # alu 1468, fma 112, issue 1552, mufu 384, shared 2928, tensor 8192
 }
 """Kernel of tools/sass_clocks.py -> clocks of a step without and with a mask; written by that tool, 2026-11-23, jax 0.11.2."""
-FAMILIES = {"8.0": "A100", "8.9": "L40S", "9.0": "Hopper", "12.0": "RTX 5090"}
+FAMILIES = {"8.0": "A100", "8.9": "L40S", "9.0": "Hopper", "10.0": "B200", "12.0": "RTX 5090"}
 """Compute capability -> the cards of STEPS; "RTX 4090" is one of its own."""
 
 
@@ -102,7 +118,7 @@ def step_of(family: str, instruction: str, mask: str, dim: int, kernel: str) -> 
     """A kernel's loop with its tile; None where STEPS has none.
 
     family        card of STEPS
-    instruction   "wgmma" or "mma"
+    instruction   "wgmma", "mma" or "tcgen05"
     mask          "full", or any other for masked tiles too
     dim           head dim
     kernel        "" forward, "fused", or "dq" and "dkv"
@@ -117,6 +133,8 @@ def step_of(family: str, instruction: str, mask: str, dim: int, kernel: str) -> 
         if kernel == "fused":
             return Step(*found, rows=128, columns=128 if dim == 64 else 64)
         return Step(*found, rows=192 if (masked, dim) == ("full", 64) else 128, columns=128)
+    if instruction == "tcgen05":
+        return Step(*found, rows=256, columns=128)
     columns, slots = (SMALL_TILES if family in SMALL_CARDS else TILES)[kernel, dim]
     return Step(*found, rows=128, columns=columns, slots=slots)
 

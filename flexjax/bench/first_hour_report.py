@@ -205,8 +205,7 @@ def _passes(found: Found, row: Found) -> list[tuple[str, Found, float, float, fl
         load = row[which]
         clock = load.get("clock", 0.0) / 1e3
         expected = None
-        counted = instruction == "tcgen05" and name == "backward"  # runs mma.sync, which nobody simulated for 10.x
-        if call is not None and card is not None and not counted:
+        if call is not None and card is not None:
             expected = card_model.predict(card, call, name == "backward", instruction, clock)
         flops = call.flops(name == "backward") if call is not None else workload.flops(name)
         lines.append((name, load, max(took, 1e-9), flops, expected.seconds if expected else 0.0))

@@ -84,3 +84,12 @@ def test_the_loop_is_found_and_what_is_rare_left_out():
     assert sass_code.step_loops(code, labels) == [(1, 24)]
     kept = sass_code.without_rare(code, labels, (1, 24))
     assert [x.name for x in kept] == ["HMMA", "BRA", "FADD", "BRA"]
+
+
+def test_softmax_warps_of_tcgen05_have_a_loop_without_products():
+    code, labels = sass_code.read(
+        lines(".L_x_1", *["-:-:-:Y:01 MUFU.EX2 R1, R2"] * 16, "-:-:-:Y:05 @P0 BRA `(.L_x_1)", "-:-:-:Y:05 EXIT")
+    )
+    assert sass_code.step_loops(code, labels) == [(0, 16)]
+    load = sass_clocks.unit_of(body("-:-:0:Y:01 LDTM.16dp256bit.x4 R4, tmem[UR4]")[0], UNITS["B200"])
+    assert (load.unit, load.clocks) == ("tmem", 16)  # 2 KB at 128 bytes a clock
