@@ -145,20 +145,36 @@ class Call(typing.NamedTuple):
 
 
 def makespan(durations: list[float], slots: int) -> float:
-    """When the last of the work items ends, if each slot takes the longest that is left."""
+    """When the last of the work items ends, if each begins, in this order, on the slot that is free first."""
     free = [0.0] * slots
-    for took in sorted(durations, reverse=True):
+    for took in durations:
         heapq.heapreplace(free, free[0] + took)
     return max(free)
 
 
-def clocks(call: Call, step: Step, sms: int, by_keys: bool = False) -> float:
-    """SM clocks of one kernel of a call."""
-    each = [
-        plain * step.plain + masked * step.masked + FIXED[step.slots]
-        for plain, masked in call.visits(step.rows, step.columns, by_keys)
-    ]
-    return makespan(each * (call.batch * call.heads), sms * step.slots)
+def clocks(call: Call, step: Step, sms: int, by_keys: bool = False, together: int = 1) -> float:
+    """SM clocks of one kernel of a call.
+
+    by_keys    whether items own keys and visit queries
+    together   heads whose items are launched side by side, the longest items of all of them first; then come the next heads
+    """
+    each = sorted(
+        (
+            p * step.plain + m * step.masked + FIXED[step.slots]
+            for p, m in call.visits(step.rows, step.columns, by_keys)
+        ),
+        reverse=True,
+    )
+    group = [took for took in each for _ in range(together)]
+    return makespan(group * (call.batch * call.heads // together), sms * step.slots)
+
+
+def heads_together(call: Call) -> int:
+    """Heads whose query tiles the forward kernels launch side by side, as TileScheduler.heads_at_once: as many as divide all and whose keys
+    and values fit 24 MB of the L2.
+    """
+    heads, size = call.batch * call.heads, call.tokens * call.dim * 4
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * size <= 24e6))
 
 
 # ------------------------------------------------------------------- predictions
@@ -200,7 +216,9 @@ def predict(
     ghz = clock or card.clock
     asked = instruction or ("wgmma" if card.capability == "9.0" else "mma")
     if asked == COUNTED:
-        total = clocks(call, _counted_step(call.dim, backward), card.sms, backward)
+        total = clocks(
+            call, _counted_step(call.dim, backward), card.sms, backward, 1 if backward else heads_together(call)
+        )
     else:
         family = "RTX 4090" if "4090" in card.name else FAMILIES.get(card.capability, "")
         kernels = [""] if not backward else ["fused"] if asked == "wgmma" else ["dq", "dkv"]
@@ -208,7 +226,9 @@ def predict(
         if any(step is None for step in steps):
             return None
         total = sum(
-            clocks(call, step, card.sms, k in ("fused", "dkv")) for k, step in zip(kernels, steps, strict=True) if step
+            clocks(call, step, card.sms, k in ("fused", "dkv"), 1 if backward else heads_together(call))
+            for k, step in zip(kernels, steps, strict=True)
+            if step
         )
     seconds = total / (ghz * 1e9)
     return Prediction(total, seconds, call.flops(backward) / seconds / 1e12)
