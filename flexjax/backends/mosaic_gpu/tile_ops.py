@@ -114,15 +114,16 @@ def _cos(x: Value) -> Value:
 
 
 def _pow(x: Value, y: Value) -> Value:
-    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer; 1 for y =
+    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative finite x and y that is no integer; 1 for y =
     0 or x = 1. The exponent is rounded to float32, so the relative error grows as |y log2|x||.
     """
     one, zero = np.float32(1), np.float32(0)
-    size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
+    base = jnp.abs(x)
+    size = jnp.where(base == one, one, jnp.exp2(y * jnp.log2(base)))  # an infinite y times log2(1) is NaN
     whole = _trunc(y) == y
     half = y * np.float32(0.5)
     odd = whole & (_trunc(half) != half)
-    negative = jnp.where(whole, jnp.where(odd, -size, size), np.float32(math.nan))
+    negative = jnp.where(whole | (base == np.float32(math.inf)), jnp.where(odd, -size, size), np.float32(math.nan))
     out = jnp.where(x < zero, negative, size)
     return jnp.where((y == zero) | (x == one), one, out)
 
@@ -181,6 +182,12 @@ def _cbrt(x: Value) -> Value:
     return jnp.where(x == 0, x, jnp.where(x < 0, -size, size))
 
 
+def _cosh(x: Value) -> Value:
+    """cosh as exp(|x| - log 2) + exp(-|x| - log 2), which overflows no earlier than the result."""
+    size, half = jnp.abs(x), np.float32(math.log(2))
+    return jnp.exp(size - half) + jnp.exp(-size - half)
+
+
 def _sinh(x: Value) -> Value:
     """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2, with the sign of x; exp(|x| - log 2) for |x| above 80, because e
     overflows soon after.
@@ -212,7 +219,7 @@ FLOAT_UNARY: dict[str, Callable[[Value], Value]] = {
     "rsqrt": lax.rsqrt, "sin": _sin, "cos": _cos, "tan": lambda x: _sin(x) / _cos(x), "logistic": _logistic,
     "log1p": _log1p, "expm1": _expm1, "floor": _floor, "ceil": _ceil, "erf": lax.erf,
     "erfc": lambda x: _ONE - lax.erf(x), "cbrt": _cbrt, "sinh": _sinh, "asinh": _asinh, "atan": _atan,
-    "cosh": lambda x: _HALF * (jnp.exp(x) + jnp.exp(-x)),
+    "cosh": _cosh,
     "asin": lambda x: lax.atan2(x, jnp.sqrt((_ONE - x) * (_ONE + x))),
     "acos": lambda x: lax.atan2(jnp.sqrt((_ONE - x) * (_ONE + x)), x),
     "acosh": lambda x: jnp.log(x + jnp.sqrt((x - _ONE) * (x + _ONE))),

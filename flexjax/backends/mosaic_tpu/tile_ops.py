@@ -119,14 +119,19 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
-    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0 and NaN stay as they are, infinite numbers give
-    NaN.
-    """
+    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0, NaN and infinite numbers stay as they are."""
     size = jnp.abs(x)
-    safe = jnp.where(size > 0, size, 1.0)
+    plain = (size > 0) & (size < np.float32(np.inf))
+    safe = jnp.where(plain, size, 1.0)
     root = jnp.exp(jnp.log(safe) * (1.0 / 3.0))
     root = root - (root - safe / (root * root)) * (1.0 / 3.0)
-    return jnp.where(size > 0, jnp.where(x < 0, -root, root), x)
+    return jnp.where(plain, jnp.where(x < 0, -root, root), x)
+
+
+def _cosh(x: jax.Array) -> jax.Array:
+    """cosh as exp(|x| - log 2) + exp(-|x| - log 2), which overflows no earlier than the result."""
+    size, half = jnp.abs(x), np.float32(np.log(2))
+    return jnp.exp(size - half) + jnp.exp(-size - half)
 
 
 def _sinh(x: jax.Array) -> jax.Array:
@@ -271,7 +276,7 @@ RULES: dict[str, Rule] = {
     "erfc": _as_float(lambda x: 1.0 - lax.erf(x)),
     "cbrt": _as_float(_cbrt),
     "sinh": _as_float(_sinh),
-    "cosh": _as_float(lambda x: 0.5 * (jnp.exp(x) + jnp.exp(-x))),
+    "cosh": _as_float(_cosh),
     "asinh": _as_float(_asinh),
     "acosh": _as_float(_acosh),
     "atanh": _as_float(_atanh),

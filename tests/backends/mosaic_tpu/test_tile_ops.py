@@ -33,6 +33,12 @@ def test_transcendental(prim: str, domain: float):
     np.testing.assert_allclose(got, want, rtol=4e-6, atol=4e-7)
 
 
+@pytest.mark.parametrize("prim", ["expm1", "erfc", "cbrt", "sinh", "cosh", "asinh", "atan", "logistic", "sign"])
+def test_edges(prim: str) -> None:
+    x = np.array([0, 88.9, -88.9, 1e10, -1e10, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32)
+    np.testing.assert_allclose(tile_ops.apply(unary(prim), [jnp.asarray(x)]), getattr(lax, prim)(x), rtol=2e-5)
+
+
 @pytest.mark.parametrize("by", [1, 2, 7, 8, 128, 100])
 @pytest.mark.parametrize("prim", ["floordiv", "floormod", "div", "rem"])
 @pytest.mark.parametrize("low", [None, 0])
