@@ -9,8 +9,9 @@
     10.0, 10.3             mma.sync, tiles copied by TMA; with KernelOptions(instruction="tcgen05"): tcgen05 where it has kernels
     12.0, 12.1             mma.sync, tiles copied by TMA
 
-The rest is about the kernels for Hopper; forward_sm100_tiles.py chooses the tile on tcgen05, forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py choose the tiles of the
-mma.sync kernels by the card.
+The rest is about the kernels for Hopper. forward_sm100_tiles.py and backward_sm100_tiles.py choose the tiles on tcgen05;
+forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py those of the mma.sync kernels, by the card.
+describe_kernels.py has the choice as text.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     mma_decode_kernel        the same on mma.sync, chosen by the same rules
@@ -18,7 +19,6 @@ mma.sync kernels by the card.
     reads_pages(plan)        whether it then reads the pages in place; else their keys are gathered
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
-    describe(plan)           both passes as text, for `flexjax.explain`
 
 Every rule for Hopper follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
 of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
@@ -38,12 +38,9 @@ import typing
 
 from flexjax.backends.mosaic_gpu import (
     backward_sm80_tiles,
-    backward_sm100_tiles,
     decode_sm80_tiles,
     decode_tiles,
     dq_order,
-    forward_sm80_tiles,
-    forward_sm100_tiles,
     forward_tiles,
     sm100_support,
 )
@@ -124,7 +121,7 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
 
     plan   with the blocks of the user's block mask
     """
-    if decode_tiles.decode_refuses(plan) or not _decode_is_faster(plan):
+    if decode_tiles.decode_refuses(plan) or not decode_is_faster(plan):
         return None
     return _split_as_asked(plan, decode_tiles.decode_tile(plan))
 
@@ -135,7 +132,7 @@ def mma_decode_kernel(plan: KernelPlan, card: Card) -> MmaDecodeTile | None:
 
     plan   with the blocks of the user's block mask
     """
-    if decode_sm80_tiles.mma_decode_refuses(plan, card) or not _decode_is_faster(plan):
+    if decode_sm80_tiles.mma_decode_refuses(plan, card) or not decode_is_faster(plan):
         return None
     return _split_as_asked(plan, decode_sm80_tiles.mma_decode_tile(plan, card))
 
@@ -166,7 +163,7 @@ def reads_pages(plan: KernelPlan) -> bool:
     return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0
 
 
-def _decode_is_faster(plan: KernelPlan) -> bool:
+def decode_is_faster(plan: KernelPlan) -> bool:
     """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it does not refuse.
 
     True for keys in pages and where the option `split` is set. Otherwise there must be more keys than queries, and at
@@ -324,97 +321,3 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     if isinstance(chosen, FusedKernel):
         pairs.sort(key=lambda pair: pair != (chosen.tiles.queries, FUSED_KEYS))
     return tuple(pairs)
-
-
-# ------------------------------------------------------------------- text
-
-
-def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) -> str:
-    """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v, and without it for keys in pages, which have none; and whether CTAs share the columns of wide
-    heads.
-
-    plan     with the blocks that the kernels visit
-    given    the same plan with the blocks of the user's block mask
-    target   the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
-             kernel of the forward pass one of its SMs holds
-
-    For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
-    (`_decode_is_faster`) but which it refuses, the text says why.
-    """
-    card = mma_card(target, plan.options)
-    forward = _describe_forward(plan, given) if card is None else _describe_mma_forward(plan, given, card)
-    if given.page:
-        if not many_in_pages(given):
-            return forward
-        return f"keys {'read in' if reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
-    if card is not None:
-        if sm100_support.asked_for(plan.options) and backward_sm100_tiles.backward_tiles(plan):
-            return (
-                f"{forward}, backward dQ and dK/dV {backward_sm100_tiles.TILE} x {backward_sm100_tiles.TILE} by tcgen05"
-            )
-        dq, dkv = mma_backward_kernels(plan, card)
-        return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
-    shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""
-    return f"{forward}, backward {_describe_backward(plan)}{shared}"
-
-
-def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> str:
-    """The kernel on mma.sync or tcgen05 of the forward pass as text, with the card's compute capability and way of copying.
-
-    plan, given   as for `describe`
-    """
-    text = f"mma.sync with {card.copying} for compute capability {card.capability}: "
-    decode = mma_decode_kernel(given, card)
-    if decode is not None:
-        return f"{text}{_work_items(plan, decode)}, {_occupancy(decode, card)}"
-    if sm100_support.asked_for(plan.options):
-        return f"tcgen05 for compute capability {card.capability}: {forward_sm100_tiles.describe(plan)}"
-    tile = forward_sm80_tiles.forward_tile(plan, card)
-    return f"{text}forward {tile.block_q} x {tile.block_kv}, {_occupancy(tile, card)}"
-
-
-def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
-    """The kernel of the forward pass as text: "forward 128 x 128", with the reason why it is not the decode kernel
-    where `describe` says so; or that of `_work_items`.
-
-    plan, given   as for `describe`
-    """
-    decode = decode_kernel(given)
-    if decode is not None:
-        return _work_items(plan, decode)
-    tile = forward_kernel(plan)
-    text = f"forward {tile.block_q} x {tile.block_kv}"
-    why = decode_tiles.decode_refuses(given)
-    if why is None or plan.q_len * plan.group > decode_tiles.ROWS or not _decode_is_faster(given):
-        return text
-    return f"{text} (not the decode kernel: {why})"
-
-
-def _work_items(plan: KernelPlan, decode: decode_tiles.DecodeTile) -> str:
-    """A decode kernel as text: "forward decode" with its packed rows x keys of a tile, and its work items."""
-    items = plan.batch * plan.kv_heads * decode_tiles.chunks(plan, decode)
-    return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
-
-
-def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Card) -> str:
-    """The rings of a kernel on mma.sync and how many of its CTAs an SM holds, as text: "2 stages, two CTAs on an SM"."""
-    ctas = tile.resident_ctas(card)
-    fits = {1: "one CTA", 2: "two CTAs"}.get(ctas, f"{ctas} CTAs")
-    return f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM"
-
-
-def _describe_backward(plan: KernelPlan) -> str:
-    """The kernels of the backward pass, for all gradients of q, k and v and nothing staged, with their tiles, queries x
-    keys, as text: "fused 64 x 128, dQ added in any order" or "dQ 128 x 64, dK/dV 64 x 128".
-    """
-    chosen = backward_kernels(plan)
-    if isinstance(chosen, FusedKernel):
-        order = "a fixed order" if chosen.ordered else "any order"
-        return f"fused {chosen.tiles.queries} x {FUSED_KEYS}, dQ added in {order}"
-    dq, dkv = chosen
-    if isinstance(dkv, SplitDkvTiles):
-        last = f"split dK/dV {dkv.queries} x {SPLIT_KEYS}"
-    else:
-        last = f"dK/dV {dkv.queries} x {dkv.rows * dkv.groups}"
-    return f"dQ {dq.rows * dq.groups} x {dq.keys}, {last}"

@@ -23,6 +23,7 @@ from flexjax.backends.mosaic_gpu import (
     choose_kernel,
     decode_sm80_tiles,
     decode_tiles,
+    describe_kernels,
     forward_sm80_tiles,
     forward_sm100_tiles,
     forward_tiles,
@@ -283,7 +284,7 @@ class MosaicGpu:
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
-        return choose_kernel.describe(plan if decodes else _kernel_plan(plan), plan, target)
+        return describe_kernels.describe(plan if decodes else _kernel_plan(plan), plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
