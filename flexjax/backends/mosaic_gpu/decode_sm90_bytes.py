@@ -25,6 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu import decode_fragments
+from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, assemble, element, lowered, positions_of
@@ -33,7 +34,7 @@ from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 WARPS = 4
 """Of a warpgroup."""
 THREADS = 128
-SWIZZLED_BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+SWIZZLED_BYTES = swizzled(128, 1)
 Elements = dict[tuple[int, int], typing.Any]
 """(row, column) of an element as the first thread has it -> its value."""
 

@@ -25,6 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu import decode_fragments
+from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
 
@@ -32,7 +33,7 @@ THREADS = 128
 """Of a warpgroup."""
 PIECE = 64
 """Columns of a swizzled piece of 8 rows: 128 bytes of a 16-bit dtype."""
-SWIZZLE = (plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+SWIZZLE = swizzled(PIECE, 2)
 
 
 def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) -> None:

@@ -1,4 +1,4 @@
-"""The frame that all Hopper kernels share: how a kernel is written, launched, and given its operands.
+"""The frame that all GPU kernels share: how a kernel is written, launched, and given its operands.
 
 A kernel is a function of three named tuples,
 
@@ -14,7 +14,6 @@ Below that: Mosaic's operations that lack types or need a jax that pyright does 
 """
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable
 
@@ -29,17 +28,10 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from flexjax.backends.mosaic_gpu.allocation import allocated
 from flexjax.backends.mosaic_gpu.columns import COLUMNS
 from flexjax.backends.mosaic_gpu.shared_memory import (
-    Barriers,
-    ClusterBarriers,
     ClusterTiles,
-    Description,
-    OverlaidTensorTiles,
-    PlainArray,
-    SwizzledTiles,
-    TensorTiles,
-    swizzle_bytes,
 )
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -118,7 +110,7 @@ def launch(
     shapes, structure = jax.tree.flatten(outputs)
     in_global = [part for part in jax.tree.leaves(scratch) if interpret and isinstance(part, ClusterTiles)]
     buffers = [jax.ShapeDtypeStruct((programs, ctas, part.groups, *part.shape), jnp.float32) for part in in_global]
-    memory = jax.tree.map(lambda part: None if part in in_global else _allocated(part, interpret), scratch)
+    memory = jax.tree.map(lambda part: None if part in in_global else allocated(part, interpret), scratch)
     thread_name = "wg" if warpgroups > 1 else None
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
@@ -168,39 +160,6 @@ def overlaid(both: Ref) -> tuple[Ref, Ref]:
 def simulator() -> object:
     """The parameters that make Pallas run a kernel on the CPU; they exist from jax 0.11 on."""
     return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _allocated(part: Description, interpret: bool) -> object:
-    """The Pallas allocation for `part`, a description of shared or tensor memory: barriers, a plain array, tiles in
-    tensor memory, or swizzled tiles (`_swizzled`).
-
-    interpret   whether the kernel runs in the simulator
-    """
-    if isinstance(part, ClusterTiles):
-        return plgpu.SMEM((part.groups, math.prod(part.shape)), jnp.float32)
-    if isinstance(part, ClusterBarriers):
-        if interpret:
-            return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
-        return plgpu.SMEM((part.groups, 4), jnp.int32)
-    if isinstance(part, Barriers):
-        count = () if part.count is None else part.count
-        return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=count, orders_tensor_core=part.tcgen05)
-    if isinstance(part, TensorTiles):
-        return plgpu.TMEM(part.shape, jnp.dtype(part.dtype), packed=jnp.dtype(part.dtype).itemsize < 4)
-    if isinstance(part, OverlaidTensorTiles):
-        both = tuple(_allocated(tiles, interpret) for tiles in (part.first, part.second))
-        return both if interpret else plgpu.RefUnion(*both)  # pyright: ignore[reportArgumentType]  # descriptions have no public type
-    if isinstance(part, PlainArray):
-        return plgpu.SMEM(part.shape, jnp.dtype(part.dtype))
-    return _swizzled(part)
-
-
-def _swizzled(part: SwizzledTiles) -> object:
-    """The Pallas allocation of `part`, with the largest swizzle up to `part.swizzle` that divides a row."""
-    item = jnp.dtype(part.dtype).itemsize
-    swizzle = swizzle_bytes(part.shape[-1], item, part.swizzle)
-    transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
-    return plgpu.SMEM(part.shape, jnp.dtype(part.dtype), transforms=transforms)
 
 
 # ------------------------------------------------------------------- Mosaic's operations with types

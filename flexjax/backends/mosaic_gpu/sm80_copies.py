@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, ptx, scalar_of
 from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
 from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Copying
@@ -156,7 +157,6 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
     tile = 8 * swizzle  # bytes of a swizzled piece, 8 rows of `swizzle` bytes
     chunks = swizzle // CHUNK
     step = WARPGROUP // chunks  # rows that the warpgroup copies at once, a multiple of 8
-    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
 
     def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
         """Emits the copies of one thread: one chunk of every `step`-th row, in each piece of `swizzle` bytes of a row."""
@@ -203,7 +203,7 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
         else:
             emit()
 
-    types = (plgpu.RefType(), plgpu.RefType(transforms))
+    types = (plgpu.RefType(), plgpu.RefType(swizzled(target.shape[1], item)))
     if rows is None:
         inline_mgpu(*types)(copy)(source, target)
     else:
@@ -260,9 +260,8 @@ def _clear_by_threads(target: Ref, rows: Scalar) -> None:
     """
     height, width = target.shape
     swizzle = swizzle_bytes(width, 2)
-    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
 
-    @inline_mgpu(plgpu.RefType(transforms), SCALAR_LAYOUT)
+    @inline_mgpu(plgpu.RefType(swizzled(width, 2)), SCALAR_LAYOUT)
     def clear(target: ir.Value, limit: mgpu.FragmentedArray) -> None:
         """Emits the stores of one thread: chunk n of the memory belongs to row n / chunks of a piece, 8 rows a piece."""
         i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))

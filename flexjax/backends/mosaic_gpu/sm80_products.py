@@ -33,6 +33,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxlib.mlir.dialects import vector as vectors
 
+from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
 from flexjax.backends.mosaic_gpu.registers import TILE, lowered
 from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
@@ -111,10 +112,8 @@ def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: boo
 
 
 def _swizzled(ref: Ref) -> plgpu.RefType:
-    """The type by which `inline_mgpu` takes `ref`, a Ref to SwizzledTiles of 16-bit elements."""
-    swizzle = swizzle_bytes(ref.shape[-1], 2)
-    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # as in kernel_parts
-    return plgpu.RefType(transforms)
+    """The type of an argument of `inline_mgpu` that is SwizzledTiles of 16-bit elements."""
+    return plgpu.RefType(swizzled(ref.shape[-1], 2))
 
 
 class Lanes(typing.NamedTuple):

@@ -1,0 +1,56 @@
+"""The descriptions of shared_memory.py in the form in which Pallas allocates shared and tensor memory."""
+
+import math
+import typing
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu.columns import COLUMNS
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    Barriers,
+    ClusterBarriers,
+    ClusterTiles,
+    Description,
+    OverlaidTensorTiles,
+    PlainArray,
+    TensorTiles,
+    swizzle_bytes,
+)
+
+
+def allocated(part: Description, interpret: bool) -> object:
+    """The Pallas allocation for `part`, a description of shared or tensor memory: barriers, a plain array, tiles in
+    tensor memory, or tiles in shared memory with the largest swizzle up to `part.swizzle` that divides a row.
+
+    interpret   whether the kernel runs in the simulator
+    """
+    if isinstance(part, ClusterTiles):
+        return plgpu.SMEM((part.groups, math.prod(part.shape)), jnp.float32)
+    if isinstance(part, ClusterBarriers):
+        if interpret:
+            return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
+        return plgpu.SMEM((part.groups, 4), jnp.int32)
+    if isinstance(part, Barriers):
+        count = () if part.count is None else part.count
+        return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=count, orders_tensor_core=part.tcgen05)
+    if isinstance(part, TensorTiles):
+        return plgpu.TMEM(part.shape, jnp.dtype(part.dtype), packed=jnp.dtype(part.dtype).itemsize < 4)
+    if isinstance(part, OverlaidTensorTiles):
+        both = tuple(allocated(tiles, interpret) for tiles in (part.first, part.second))
+        return both if interpret else plgpu.RefUnion(*both)  # pyright: ignore[reportArgumentType]  # descriptions have no public type
+    dtype = jnp.dtype(part.dtype)
+    if isinstance(part, PlainArray):
+        return plgpu.SMEM(part.shape, dtype)
+    return plgpu.SMEM(part.shape, dtype, transforms=swizzled(part.shape[-1], dtype.itemsize, part.swizzle))
+
+
+def swizzled(columns: int, item: int, largest: int = 128) -> tuple[typing.Any, ...]:
+    """The transforms by which Pallas stores swizzled tiles: pieces of 8 rows of as many bytes as the swizzle has.
+
+    columns   of a row
+    item      bytes of an element
+    largest   swizzle in bytes that is allowed; it is the largest one up to that which divides a row
+    """
+    swizzle = swizzle_bytes(columns, item, largest)
+    return plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
