@@ -133,7 +133,7 @@ def paged_attention(
                  origin.query and origin.key must be 0, and origin.whole is not read
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile, default 16,
                  or fewer where more than four query heads share a key head; with cu_q_lens alone it is 128 for requests of more
-                 than 256 queries
+                 than 256 queries, if the cache has 16 bits and head dims up to 256
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results are
     [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. By definition it is

@@ -40,6 +40,11 @@ MANY, MANY_TILE = 256, 128
 queries over 32768 keys takes 19 us of the GPU, one of 128 takes 94 us, or 390 us where nothing else fills the GPU."""
 
 
+LARGEST_IN_PLACE = 256
+"""The largest head dim for which ragged requests of many queries have tiles of their own. The GPU kernel for these reads pages of 16-bit numbers
+and of such head dims in place; others it would gather for each tile."""
+
+
 def tile_size(inputs: Inputs) -> int:
     """How many queries a tile has: at most TILE, and at most PACKED_ROWS rows with their query heads.
 
@@ -273,15 +278,18 @@ def _taken(x: Array, at: Array) -> Array:
 
 def ragged_passes(rows: Rows, queries: Queries, size: int | None) -> list[Rows]:
     """The rows of ragged queries in tiles, for one pass, or for two: requests of at most MANY queries in small tiles, and the others in
-    tiles of MANY_TILE. There is one pass where no request can have more than MANY queries.
+    tiles of MANY_TILE. There is one pass where no request can have more than MANY queries, and for pools of 8 or 32 bits or of head dims above
+    LARGEST_IN_PLACE.
 
     rows   one batch entry with all queries
     size   queries of a tile in one pass over all requests; None: as above
 
     The tiles of a request follow from the number of its own queries.
     """
-    small = tile_size(rows.inputs)
-    if size is not None or queries.most <= MANY or small > MANY_TILE:
+    inputs, small = rows.inputs, tile_size(rows.inputs)
+    narrow = rows.in_pages.cache_dtype is None and inputs.query.dtype.itemsize == 2
+    in_place = narrow and max(inputs.head_dim, inputs.value_dim) <= LARGEST_IN_PLACE
+    if size is not None or queries.most <= MANY or small > MANY_TILE or not in_place:
         return [ragged_rows(rows, queries, size or small)]
     many = queries.counts > MANY
     passes = (queries.of(~many, MANY), small, 1), (queries.of(many, queries.most), MANY_TILE, MANY + 1)

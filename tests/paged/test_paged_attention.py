@@ -67,7 +67,8 @@ def definition(
 
 
 def assert_same(got: Any, want: Any, within: float = 2e-6) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=within, atol=within), got, want)
+    close = lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=within, atol=within)
+    jax.tree.map(close, got, want)
 
 
 def biased(table: Array) -> Callable:
@@ -129,18 +130,47 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
         assert np.all(np.isneginf(aux.lse[ends[-1] :]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tokens", "block_q", "passes"),
+    [
+        ("bfloat16", 128, 257, None, 2),
+        ("bfloat16", 128, 256, None, 1),
+        ("bfloat16", 128, 257, 16, 1),
+        ("bfloat16", 320, 257, None, 1),
+        ("float32", 128, 257, None, 1),
+        ("int8", 128, 257, None, 1),
+    ],
+)
+def test_how_many_passes_ragged_queries_have(
+    dtype: str, dim: int, tokens: int, block_q: int | None, passes: int
+) -> None:
+    """Two where a request may have many queries, and a GPU kernel for these reads the pages in place."""
+    found: list[int] = []
+
+    def plan(query: Array, cache: paged.PagedCache, table: paged.PageTable, ends: Array) -> None:
+        call: Any = dict(cu_q_lens=ends, kernel_options=KernelOptions(block_q=block_q))
+        found.append(len(prepare_paged(query, cache, table, None, call)))
+
+    cache = jax.eval_shape(lambda: paged.empty(40, 16, M, dim, dtype=dtype))
+    query = jax.ShapeDtypeStruct((tokens, N, dim), "bfloat16" if dtype == "int8" else dtype)
+    table = jax.eval_shape(lambda: paged.table(2, 20, 40, 16))
+    jax.eval_shape(plan, query, cache, table, jax.ShapeDtypeStruct((3,), jnp.int32))
+    assert found == [passes]
+
+
 @pytest.mark.slow
 def test_requests_of_many_ragged_queries_are_a_pass_of_their_own() -> None:
     """Its tiles are larger, and a request's bits are its own."""
     lengths, counts = np.asarray([300, 21, 0, 290, 40]), np.asarray([258, 3, 0, 290, 1])
-    q, found = draw(100, len(lengths), 290, N, D), []
+    q, found = draw(100, len(lengths), 290, N, D).astype("bfloat16"), []
     alibi = lambda score, b, h, q, kv: score - 0.01 * (h + 1) * (q - kv)
     attend = jax.jit(functools.partial(flexjax.paged_attention, score_mod=alibi, return_aux=ALL))
 
     for rows in ([0, 1, 2, 3, 4], [0], [3, 0]):
         cache, table = served(lengths[rows].tolist(), 16, seeds=rows)
+        cache = jax.tree.map(lambda x: x.astype("bfloat16"), cache)
         ends = np.cumsum([0, *counts[rows]]).astype(np.int32)
-        flat = jnp.concatenate([q[r, : counts[r]] for r in rows] + [jnp.full((4, N, D), jnp.nan)])
+        flat = jnp.concatenate([q[r, : counts[r]] for r in rows] + [jnp.full((4, N, D), jnp.nan, q.dtype)])
         names = [part.name for part in prepare_paged(flat, cache, table, None, dict(cu_q_lens=ends))]
         assert names == ["requests of few queries", "requests of many queries"]
         out, aux = jax.tree.map(np.asarray, attend(flat, cache, table, cu_q_lens=ends))
@@ -155,25 +185,28 @@ def test_requests_of_many_ragged_queries_are_a_pass_of_their_own() -> None:
         )
         for r, _ in enumerate(rows):
             got = jax.tree.map(lambda x, at=slice(*ends[r : r + 2]): x[at], (out, aux))
-            assert_same(got, jax.tree.map(lambda x, r=r, c=counts[rows[r]]: x[r, :c], want), 5e-6)
+            assert_same(got, jax.tree.map(lambda x, r=r, c=counts[rows[r]]: x[r, :c], want), 2e-2)
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
 @pytest.mark.slow
 def test_gradients_of_requests_of_many_ragged_queries() -> None:
-    counts, slopes, q = [258, 3], draw(8, N), draw(100, 2, 258, N, D)
+    counts, slopes, q = [258, 3], draw(8, N), draw(100, 2, 258, N, D).astype("bfloat16")
     cache, table = served([300, 21], 16, hole=0.0)
+    cache = jax.tree.map(lambda x: x.astype("bfloat16"), cache)
     flat, ends = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)]), np.asarray([0, 258, 261], np.int32)
 
     def loss(x: tuple[Array, Array], **rows: Any) -> Array:
         alibi = lambda score, b, h, q, kv: score - 0.01 * x[1][h] * (q - kv)
-        return jnp.sum(jnp.sin(flexjax.paged_attention(x[0], cache, table, score_mod=alibi, **rows)))
+        return jnp.sum(
+            jnp.sin(flexjax.paged_attention(x[0], cache, table, score_mod=alibi, **rows).astype(jnp.float32))
+        )
 
     of_tokens, of_slopes = jax.jit(jax.grad(functools.partial(loss, cu_q_lens=ends)))((flat, slopes))
     want, want_slopes = jax.jit(jax.grad(functools.partial(loss, query_seq_lengths=np.asarray(counts))))((q, slopes))
-    assert_same(of_tokens, jnp.concatenate([want[r, :c] for r, c in enumerate(counts)]), 2e-5)
-    assert_same(of_slopes, want_slopes, 2e-4)
+    assert_same(of_tokens, jnp.concatenate([want[r, :c] for r, c in enumerate(counts)]), 3e-2)
+    assert_same(of_slopes, want_slopes, 3e-2)
 
 
 @pytest.mark.parametrize("ragged", [True, False])
