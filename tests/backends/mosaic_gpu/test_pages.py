@@ -100,12 +100,21 @@ def check_quantised(stored: str, dtype: str, given: bool, dim: int, queries: int
 
 
 def check_bits(interpret: bool) -> None:
-    """A request alone, and among others in other pages of a larger pool and a wider table."""
-    slopes, found = draw(8, N), []
+    """A request whose keys are three work items, alone, and among others in other pages of a larger pool and a wider table: two in the
+    simulator, 256 on a GPU.
+    """
+    slopes, found, others = draw(8, N), [], 2 if interpret else 256
     alibi = lambda score, b, h, q, kv: score - 0.01 * slopes[h] * (q - kv)
-    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, score_mod=alibi, **on_gpu(interpret)))
-    for lengths, seeds, where in (([300], [0], {}), ([30, 300, 1], [1, 0, 2], dict(n=40, pool=60, hole=1e30))):
-        cache, table = served(lengths, 16, seeds=seeds, **where)
+    call = on_gpu(interpret)
+    call["kernel_options"] = dataclasses.replace(call["kernel_options"], split=128)
+    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, score_mod=alibi, **call))
+    among = np.random.default_rng(0).integers(0, 310, others).tolist()
+    where: dict[str, typing.Any] = dict(n=40, pool=60 if interpret else 6000, hole=1e30)
+    for lengths, seeds, given in (
+        ([300], [0], {}),
+        ([among[0], 300, *among[1:]], [1, 0, *range(2, others + 1)], where),
+    ):
+        cache, table = served(lengths, 16, seeds=seeds, **given)
         q = jnp.stack([draw(200 + s, 2, N, D) for s in seeds]).astype("bfloat16")
         found.append(np.asarray(attend(q, bf16(cache), table)[seeds.index(0)], np.float32))
     np.testing.assert_array_equal(*found)
