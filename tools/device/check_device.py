@@ -538,7 +538,7 @@ def main() -> int:
     parser.add_argument("--json", help="write every verdict there")
     parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
-    parser.add_argument("--instruction", choices=("mma",), help="KernelOptions(instruction=) of every call")
+    parser.add_argument("--instruction", choices=("mma", "tcgen05"), help="KernelOptions(instruction=) of every call")
     parser.add_argument("--card", help="compute capability whose tiles and way of copying the kernels on mma.sync take")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

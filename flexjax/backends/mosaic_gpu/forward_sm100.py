@@ -9,6 +9,8 @@ In the simulator (`interpret`) lengths are padded to whole tiles, because it doe
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
@@ -18,7 +20,7 @@ from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outp
 from flexjax.backends.mosaic_gpu.forward_sm100_issue import IssuingWarps
 from flexjax.backends.mosaic_gpu.forward_sm100_rows import SoftmaxRows
 from flexjax.backends.mosaic_gpu.forward_sm100_tiles import Tcgen05ForwardScratch, Tcgen05ForwardTile, forward_scratch
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, join_extra, launch, pad
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, join_extra, launch, pad
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
@@ -40,8 +42,19 @@ def forward(plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile) -> R
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Tcgen05ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, one of a query tile or, as the last of them, the issuing one."""
+
+        def softmax() -> None:
+            """Computes the rows of one query tile, in every work item of the CTA."""
+            if tile.groups > 1:
+                plgpu.set_max_registers(tile.softmax_registers, action="increase")
+            compute = lambda turn: SoftmaxRows.of(setup, inputs, outputs, scratch, turn).compute()
+            if tile.persistent:
+                pl.loop(i32(0), setup.scheduler.turns())(compute)
+            else:
+                compute(i32(0))
+
         role = lax.axis_index("wg")
-        when(role < tile.groups)(lambda: SoftmaxRows.of(setup, inputs, outputs, scratch).compute())
+        when(role < tile.groups)(softmax)
         when(role == tile.groups)(IssuingWarps(setup, inputs, scratch).run)
 
     outputs: Outputs[jax.Array] = launch(

@@ -10,10 +10,12 @@ memory: the product that writes S of step n + 1 comes after the one that reads P
 execute products in that order. tcgen05.commit arrives at a barrier when all products that the thread issued before have completed; so S
 of step n + 1 being full also says that `out` has P V of step n.
 
-The copying warp fills rings of slots with keys and values; a slot is free again when the products that read it have completed.
+The copying warp fills rings of slots with keys and values; a slot is free again when the products that read it have completed. In a
+persistent grid both warps go on with the next work item: its first S are computed while the other warpgroups write results.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -27,6 +29,26 @@ from flexjax.backends.mosaic_gpu.sm100_tiles import copied_rows
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 COPYING_WARP, PRODUCT_WARP = 0, 1
+
+
+def each_item(
+    setup: ForwardSetup[Tcgen05ForwardTile], inputs: Inputs[Ref], run: Callable[[WorkItem, Scalar], None]
+) -> Scalar:
+    """Calls `run` on each work item of this CTA that has visits; returns how many steps all have together.
+
+    run   (item, number of its first step, counted over the items of the CTA)
+    """
+    scheduler = setup.scheduler
+
+    def one(turn: Scalar, first_step: Scalar) -> Scalar:
+        """Runs the item with this number in the CTA; the number of the first step of the next."""
+        item = scheduler.item(inputs.mask_rows, scheduler.number(turn))
+        when(item.total > 0)(lambda: run(item, first_step))
+        return first_step + item.total
+
+    if not setup.tile.persistent:
+        return one(i32(0), i32(0))
+    return lax.fori_loop(i32(0), scheduler.turns(), one, i32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,38 +65,52 @@ class IssuingWarps:
     scratch: Tcgen05ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies and issues the products of the work item of this CTA; nothing for one without visits."""
+        """Copies and issues the products of the work items of this CTA; nothing for one without visits."""
         if self.setup.tile.groups > 1:
             plgpu.set_max_registers(self.setup.tile.issuing_registers, action="decrease")
-        item = self.setup.scheduler.item(self.inputs.mask_rows, lax.axis_index("program"))
 
         @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         def by_warp(warp: Scalar) -> None:
             """Each warp its own loop."""
             with one_warp():
-                when((warp == COPYING_WARP) & (item.total > 0))(lambda: self._copy(item))
-                when((warp == PRODUCT_WARP) & (item.total > 0))(lambda: self._multiply(item))
+                when(warp == COPYING_WARP)(self._copy_items)
+                when(warp == PRODUCT_WARP)(self._multiply_items)
 
     # ----------------------------------------------------------------- copies
 
-    def _copy(self, item: WorkItem) -> None:
-        """Copies the queries of the item, and keys and values of every step."""
+    def _copy_items(self) -> None:
+        """Copies what every work item of the CTA reads."""
         scratch, stages = self.scratch, self.setup.tile.stages
-        self._copy_queries(item)
+        if scratch.query_free is not None:
+            plgpu.barrier_arrive(scratch.query_free.at[0])
         for slot in range(stages):
             plgpu.barrier_arrive(scratch.key_free.at[slot])
             plgpu.barrier_arrive(scratch.value_free.at[slot])
+        steps = each_item(self.setup, self.inputs, self._copy)
+        for n in range(stages):  # no arrival at a barrier may come after the end of the CTA
+            slot = slot_of(steps + n, stages)
+            plgpu.barrier_wait(scratch.key_free.at[slot])
+            plgpu.barrier_wait(scratch.value_free.at[slot])
+        if scratch.query_free is not None:
+            plgpu.barrier_wait(scratch.query_free.at[0])
+
+    def _copy(self, item: WorkItem, first_step: Scalar) -> None:
+        """Copies the queries of the item, and keys and values of every step.
+
+        first_step   number of its first step, counted over the items of the CTA
+        """
+        scratch = self.scratch
+        if scratch.query_free is not None:
+            plgpu.barrier_wait(scratch.query_free.at[0])
+        self._copy_queries(item)
 
         def step(n: Scalar, _: None) -> None:
             """Begins the copies of step n, when their slots are free."""
-            self._copy_tile(item, n, self.inputs.key, scratch.key, scratch.key_full, scratch.key_free)
-            self._copy_tile(item, n, self.inputs.value, scratch.value, scratch.value_full, scratch.value_free)
+            slot = slot_of(first_step + n, self.setup.tile.stages)
+            self._copy_tile(item, n, slot, self.inputs.key, scratch.key, scratch.key_full, scratch.key_free)
+            self._copy_tile(item, n, slot, self.inputs.value, scratch.value, scratch.value_full, scratch.value_free)
 
         lax.fori_loop(i32(0), item.total, step, None)
-        for n in range(stages):  # no arrival at a barrier may come after the end of the CTA
-            slot = slot_of(item.total + n, stages)
-            plgpu.barrier_wait(scratch.key_free.at[slot])
-            plgpu.barrier_wait(scratch.value_free.at[slot])
 
     def _copy_queries(self, item: WorkItem) -> None:
         """Begins to copy the queries of the CTA, each 16 rows to their lanes (sm100_tiles.py)."""
@@ -86,14 +122,13 @@ class IssuingWarps:
                 target = self.scratch.query.at[pl.ds(group * tile.rows + lane, COPIED_ROWS)]
                 plgpu.copy_gmem_to_smem(source, target, self.scratch.query_full.at[group])
 
-    def _copy_tile(self, item: WorkItem, n: Scalar, source: Ref, ring: Ref, full: Ref, free: Ref) -> None:
+    def _copy_tile(self, item: WorkItem, n: Scalar, slot: Scalar, source: Ref, ring: Ref, full: Ref, free: Ref) -> None:
         """Begins to copy the keys or values of step n, when their slot is free.
 
         source             the array in global memory
         ring, full, free   the slots in shared memory and their barriers
         """
         plan, tile = self.setup.plan, self.setup.tile
-        slot = slot_of(n, tile.stages)
         head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
         start = self.setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
         plgpu.barrier_wait(free.at[slot])
@@ -103,20 +138,28 @@ class IssuingWarps:
 
     # ----------------------------------------------------------------- products
 
-    def _multiply(self, item: WorkItem) -> None:
-        """Issues the products of every step of the item."""
+    def _multiply_items(self) -> None:
+        """Issues the products of every work item of the CTA."""
+        each_item(self.setup, self.inputs, self._multiply)
+
+    def _multiply(self, item: WorkItem, first_step: Scalar) -> None:
+        """Issues the products of every step of the item.
+
+        first_step   number of its first step, counted over the items of the CTA
+        """
         scratch, tile = self.scratch, self.setup.tile
         groups, stages = range(tile.groups), tile.stages
-        plgpu.barrier_wait(scratch.key_full.at[0])
+        first = slot_of(first_step, stages)
+        plgpu.barrier_wait(scratch.key_full.at[first])
         for group in groups:
             plgpu.barrier_wait(scratch.query_full.at[group])
-            self._multiply_keys(i32(0), group)
-        plgpu.tcgen05_commit_arrive(scratch.key_free.at[0])
+            self._multiply_keys(first, group)
+        plgpu.tcgen05_commit_arrive(scratch.key_free.at[first])
 
         def step(n: Scalar, _: None) -> None:
             """P V of step n and S of step n + 1 of every query tile."""
             more = n + 1 < item.total
-            slot, next_slot = slot_of(n, stages), slot_of(n + 1, stages)
+            slot, next_slot = slot_of(first_step + n, stages), slot_of(first_step + n + 1, stages)
             plgpu.barrier_wait(scratch.value_full.at[slot])
             when(more)(lambda: plgpu.barrier_wait(scratch.key_full.at[next_slot]))
             for group in groups:
@@ -128,6 +171,8 @@ class IssuingWarps:
             when(more)(lambda: plgpu.tcgen05_commit_arrive(scratch.key_free.at[next_slot]))
 
         lax.fori_loop(i32(0), item.total, step, None)
+        if scratch.query_free is not None:
+            plgpu.tcgen05_commit_arrive(scratch.query_free.at[0])
 
     def _multiply_keys(self, slot: Scalar, group: int) -> None:
         """Issues S = Q K^T of a query tile with the keys in a slot; `scores_full` gets an arrival when it has completed."""

@@ -53,12 +53,11 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         inputs: Inputs[Ref],
         outputs: Outputs[Ref],
         scratch: Tcgen05ForwardScratch[Ref],
+        turn: Scalar,
     ) -> "SoftmaxRows":
-        """The rows of this warpgroup in the work item of this CTA."""
+        """The rows of this warpgroup in the work item with the number `turn` in this CTA."""
         tile, group = setup.tile, lax.axis_index("wg")
-        if tile.groups > 1:
-            plgpu.set_max_registers(tile.softmax_registers, action="increase")
-        item = setup.scheduler.item(inputs.mask_rows, lax.axis_index("program"))
+        item = setup.scheduler.item(inputs.mask_rows, setup.scheduler.number(turn))
         q_start = item.q_tile * tile.block_q + group * tile.rows
         programs = programs_at_rows(setup, inputs, item, q_start)
         return cls(setup, inputs, outputs, item, programs, scratch, group, q_start)

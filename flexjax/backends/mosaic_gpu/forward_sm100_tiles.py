@@ -43,6 +43,9 @@ class Tcgen05ForwardTile:
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     reverse_kv             key tiles that need no mask are visited from the last to the first
     polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions (exponential.py)
+    persistent             a CTA computes several work items (tile_scheduler.py), and copies and multiplies for the next one while the
+                           results of one are written
+    programs               CTAs of the grid where `persistent`
     """
 
     groups: int
@@ -53,11 +56,11 @@ class Tcgen05ForwardTile:
     lazy_rescale: bool = True
     reverse_kv: bool = False
     polynomials: int = 0
+    persistent: bool = False
+    programs: int = 1
 
     rows = TMEM_LANES
-    persistent = False
     dynamic_scheduler = False
-    programs = 1  # a CTA for each pair of query tiles, so this is not read
     ctas = 1  # no clusters
     softmax_registers = 224
     """Registers of a thread of the warpgroups that compute, where there are two of them."""
@@ -85,6 +88,7 @@ class Tcgen05ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
                          the first half is used, so that P of a query tile begins where its S begins
     out                  tensor memory: [groups, 128, E] float32, the sum of P V
     query_full           [groups] TMA: the queries of a tile have arrived, COPIED_ROWS rows at each arrival
+    query_free           tcgen05.commit: the products of a work item have completed; None where a CTA has one work item
     key_full, value_full      [stages] TMA: a slot is full
     key_free, value_free      [stages] tcgen05.commit: the products that read a slot have completed
     scores_full          [groups] tcgen05.commit: S of a step is there, and P V of the step before
@@ -98,6 +102,7 @@ class Tcgen05ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     scores_and_weights: Part
     out: Part
     query_full: Part
+    query_free: Part | None
     key_full: Part
     key_free: Part
     value_full: Part
@@ -123,6 +128,7 @@ def forward_scratch(tile: Tcgen05ForwardTile, dtype: str = "bfloat16") -> Tcgen0
         ),
         out=TensorTiles((groups, TMEM_LANES, tile.value_dim), "float32"),
         query_full=Barriers(groups, arrivals=TMEM_LANES // COPIED_ROWS),
+        query_free=Barriers(1, tcgen05=True) if tile.persistent else None,
         key_full=by_tma,
         key_free=by_tcgen05,
         value_full=by_tma,
@@ -157,7 +163,8 @@ def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
 
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query
     tiles must divide, allow none. Two query tiles come first, except for calls of at most 128 queries; tiles of 128 keys, except under
-    score_mod, mask_mod and dropout together, whose tiles would not fit the registers of a thread.
+    score_mod, mask_mod and dropout together, whose tiles would not fit the registers of a thread. Without a block mask all work items
+    take equally long, and a grid of two query tiles is persistent.
     """
     head_dim, value_dim = tcgen05_dim(plan.head_dim + plan.extra_dim), tcgen05_dim(plan.value_dim)
     if max(head_dim, value_dim) > WIDEST_HEAD:
@@ -174,7 +181,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
             if not _allowed(block_kv, options.block_kv, blocks and blocks.block_kv):
                 continue
             stages = (options.num_stages,) if options.num_stages is not None else (3, 2, 1)
-            found += [Tcgen05ForwardTile(groups, block_kv, n, head_dim, value_dim) for n in stages]
+            persistent = groups > 1 and blocks is None
+            one = Tcgen05ForwardTile(groups, block_kv, 1, head_dim, value_dim, persistent=persistent)
+            found += [dataclasses.replace(one, stages=n) for n in stages]
     return tuple(tile for tile in found if tile.fits)
 
 

@@ -340,7 +340,8 @@ class MosaicGpu:
             tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
             results = forward_sm90.forward(plan, operands, tile, key_pages)
         elif sm100_support.asked_for(plan.options):
-            results = forward_sm100.forward(plan, operands, forward_sm100_tiles.forward_tile(plan))
+            large = dataclasses.replace(forward_sm100_tiles.forward_tile(plan), programs=programs)
+            results = forward_sm100.forward(plan, operands, large)
         else:
             results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
         if given[1].lengths is None:

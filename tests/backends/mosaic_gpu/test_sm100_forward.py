@@ -1,5 +1,6 @@
 """The forward kernel on tcgen05 in the simulator, against dense numpy: every feature on a small problem, one and two query tiles."""
 
+import dataclasses
 import typing
 
 import jax
@@ -20,7 +21,9 @@ from tests.marks import some_slow
 def run(made: ForwardProblem, **fields: typing.Any) -> Results:
     """The results of a problem with the first tile whose fields are these."""
     found = forward_sm100_tiles.forward_candidates(made.plan)
+    programs = fields.pop("programs", 1)
     tile = next(t for t in found if all(getattr(t, name) == value for name, value in fields.items()))
+    tile = dataclasses.replace(tile, programs=programs)
     return jax.jit(lambda operands: forward_sm100.forward(made.plan, operands, tile))(made.operands)
 
 
@@ -76,3 +79,11 @@ def test_rare_rescaling_of_single_warps() -> None:
         score=lambda s, b, h, q, k: s + jnp.where(q % 64 < 16, 0.5, 0.0) * k, q_len=256, kv_len=384, block=None
     )
     assert_matches(made, run(made))
+
+
+@pytest.mark.parametrize("programs", some_slow((1, 2, 3), (2,)))
+def test_a_cta_computes_several_work_items(programs: int, races: list) -> None:
+    """A persistent grid, whose rings and barriers go on from item to item."""
+    made = forward_problem(heads=3, kv_heads=3, q_len=400, kv_len=260, batch=2, dim=16, dtype="bfloat16")
+    assert_matches(made, run(made, persistent=True, programs=programs))
+    assert len(races) == 1
