@@ -28,6 +28,10 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 COPIED_ROWS = 16
 """Rows of a query tile that one copy brings to shared memory (sm100_tiles.py)."""
+POLYNOMIALS = 2
+"""Of eight exponentials so many are polynomials: at head dim 128 `ex2` alone would take as long as the products (NOTES_sm100.md). None
+under dropout, whose random numbers take many instructions of their own.
+"""
 WIDEST_HEAD = 256
 """The largest head dim: an instruction of tcgen05 has at most 256 columns."""
 
@@ -182,7 +186,10 @@ def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
                 continue
             stages = (options.num_stages,) if options.num_stages is not None else (3, 2, 1)
             persistent = groups > 1 and blocks is None
-            one = Tcgen05ForwardTile(groups, block_kv, 1, head_dim, value_dim, persistent=persistent)
+            polynomials = POLYNOMIALS if plan.dropout is None else 0
+            one = Tcgen05ForwardTile(
+                groups, block_kv, 1, head_dim, value_dim, polynomials=polynomials, persistent=persistent
+            )
             found += [dataclasses.replace(one, stages=n) for n in stages]
     return tuple(tile for tile in found if tile.fits)
 
