@@ -236,6 +236,7 @@ class TileMath:
                 row_axis=self.row_axis,
                 edge=ends if self.overhangs else None,
                 results=results,
+                even_columns=True,
                 interpret=plan.options.interpret,
             ).at_rows(row0)
 

@@ -123,6 +123,7 @@ def load_affine(
     shape: tuple[int, ...],
     interpret: bool,
     used_rows: int | None = None,
+    pairs: bool = False,
 ) -> jax.Array:
     """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or
     uint32.
@@ -136,6 +137,8 @@ def load_affine(
     shape       of the result
     interpret   whether the kernel runs in the simulator, which clamps indices to the array; the device does not
     used_rows   rows from this number on read what the row before it reads; None: every row reads its own elements
+    pairs       the elements of columns 2 n and 2 n + 1 of a tile are neighbours, the first at an even place of the array: one load reads
+                both, which halves what the L1 cache has to do
     """
     if interpret:
         rows = jnp.arange(shape[0]) if used_rows is None else jnp.minimum(jnp.arange(shape[0]), used_rows - 1)
@@ -175,6 +178,9 @@ def load_affine(
             lane = arith.addi(lane, arith.muli(part_of_lane, mgpu.c(step, i32)))
         base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [arith.extsi(i64, lane)], element)
         loaded: dict[int, ir.Value] = {}
+        if pairs:
+            found = _pairs(base, positions, elements_per_step, element)
+            return assemble(lowered(layout), shape, found, is_signed(ref.dtype))
 
         def items() -> Iterator[Item]:
             """(register, number of the element in the register, value loaded from global memory) of each element that
@@ -189,6 +195,27 @@ def load_affine(
         return assemble(lowered(layout), shape, items(), is_signed(ref.dtype))
 
     return _in_compute_dtype(read(part, start))
+
+
+def _pairs(base: ir.Value, positions: Positions, elements_per_step: list[int], element: ir.Type) -> Iterator[Item]:
+    """`load_affine` with `pairs`: (register, number of the element in the register, loaded value) of each element that a thread holds
+    of a tile. A register has two neighbouring columns.
+
+    base                pointer to the element at row 0 and column 0 of the thread
+    positions           of the thread's elements
+    elements_per_step   elements of memory from row to row and from column to column
+    element             MLIR type of an element
+    """
+    vector, i32 = ir.VectorType.get((2,), element), ir.IntegerType.get_signless(32)
+    bytes_of_pair = 2 * mgpu.utils.bytewidth(element)
+    base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), base)
+    loaded: dict[tuple[int, ...], ir.Value] = {}
+    for register, item, position in positions.constants:
+        if item == 0:
+            offset = sum(p * s for p, s in zip(position, elements_per_step, strict=True))
+            place = mgpu.utils.getelementptr(base, [offset], element)
+            loaded[register] = llvm.load(vector, place, alignment=bytes_of_pair, invariant=True)
+        yield register, item, llvm.extractelement(loaded[register], mgpu.c(item, i32))
 
 
 def _items_of_used_rows(

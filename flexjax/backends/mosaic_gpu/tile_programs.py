@@ -86,6 +86,7 @@ class TileProgram:
         edge: tuple[int, int] | None = None,
         results: tuple[int, ...] | None = None,
         used_rows: int | None = None,
+        even_columns: bool = False,
         interpret: bool = False,
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
@@ -101,11 +102,12 @@ class TileProgram:
         results       numbers of the program's results to compute; None: all
         used_rows     how many rows of a tile exist; the others are given the number of the last that exists, so that
                       they read no other address. None: all
+        even_columns  whether the first column of every tile has an even number
         interpret     whether the kernel runs in the simulator
         """
         batch, head, origin = place
         self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
-        self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
+        self.row_axis, self.edge, self.even_columns, self.interpret = row_axis, edge, even_columns, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
         self.env: dict[int, TileValue] = {
@@ -640,7 +642,9 @@ class TileProgram:
                     else self._affine_value(typing.cast(ir.Linear, typing.cast(ir.Val, a).linear), row, col)
                     for a, s in zip(load.index, steps, strict=True)
                 )
-                value = memory.load_affine(ref, index, steps, kind, size, self.interpret, self.used_rows)
+                even = self.even_columns and self.origin is None and self.used_rows is None
+                pairs = kind == TILE and even and reads_pairs(load, self.row_axis, ref.shape[-1])
+                value = memory.load_affine(ref, index, steps, kind, size, self.interpret, self.used_rows, pairs)
             else:
                 value = self._gather(load, kind, size)
         if dtype == "bool":
@@ -667,3 +671,20 @@ class TileProgram:
                 value = self._broadcast(TileValue(tile_value.kind, value), kind)
             index.append(value)
         return memory.gather(ref, tuple(index), varies, kind, size, self.interpret)
+
+
+def reads_pairs(load: ir.Load, row_axis: str, length: int) -> bool:
+    """Whether columns 2 n and 2 n + 1 of every tile whose first column is even read neighbouring elements of the array, the first at an
+    even place: the last index is the number of the column plus an even number, no other index depends on it, and rows of the array have
+    an even length.
+
+    row_axis   "q" or "kv": what the rows of a tile are
+    length     of the array's last dimension
+    """
+    atom = load.index[-1]
+    last = atom.linear if isinstance(atom, ir.Val) else None
+    if last is None or last.uniform or last.b or last.h or last.const % 2 or length % 2:
+        return False
+    column, slopes = ("kv", (0, 1)) if row_axis == "q" else ("q", (1, 0))
+    others = frozenset().union(*(ir.axes_of(a) for a in load.index[:-1]))
+    return (last.q, last.kv) == slopes and not others & {column, "delta"}

@@ -90,6 +90,29 @@ MODS: dict[str, typing.Callable] = {
 }  # fmt: skip
 
 
+PAIRS: list[tuple[typing.Callable, bool, bool]] = [
+    # a mod that reads an array [.., 128], whether tiles of queries x keys read it in pairs, and those of keys x queries
+    (lambda a, s, b, h, q, k: s + a[h, q, k], True, False),
+    (lambda a, s, b, h, q, k: s + a[b, k, q], False, True),
+    (lambda a, s, b, h, q, k: s + a[h, q, k + 2], True, False),
+    (lambda a, s, b, h, q, k: s + a[h, q, k + 1], False, False),
+    (lambda a, s, b, h, q, k: s + a[h, q, k + h], False, False),
+    (lambda a, s, b, h, q, k: s + a[h, k, k + 0 * q], False, False),
+    (lambda a, s, b, h, q, k: s + a[h, 0, q - k + 64], False, False),
+    (lambda a, s, b, h, q, k: s + a[h, q, 2 * k], False, False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_which_loads_read_two_neighbours_at_once(number: int) -> None:
+    mod, rows, columns = PAIRS[number]
+    array = jnp.zeros((4, 64, 128))
+    (load,) = trace_mod.trace_score_mod(lambda *x: mod(array, *x), (4, 4, 64, 64)).program.loads
+    assert tile_programs.reads_pairs(load, "q", 128) == rows
+    assert tile_programs.reads_pairs(load, "kv", 128) == columns
+    assert not tile_programs.reads_pairs(load, "q", 127)
+
+
 def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool) -> np.ndarray:
     traced = trace_mod.trace_score_mod(mod, SIZES)
     assert program_support.unsupported(traced.program) is None
