@@ -51,10 +51,14 @@ COMPILING = 4
 
 def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
     """The arrays of a call, by name: query [copies, B, T, N, D]; key and value [copies, B, S, M, D], or in pages [P, page, M, D]; the
-    small arrays of `given`; and for cuDNN and tokamax "mask", bool, or "bias", bfloat16, [1 or B, 1 or N, T, S].
+    other arrays of `given`; and for cuDNN and tokamax "mask", bool, or "bias", bfloat16, [1 or B, 1 or N, T, S].
 
     peer    the name of the peer, which decides what stands past a length (see the top of the file) and who gets "mask" or "bias"
-    given   the arrays of `case.arrays()`
+    given   the arrays of `case.arrays()`. "query", "key" and "value" are flat there, and are repeated until they fill the shapes
+            above; the others, such as lengths and page numbers, are returned as they are
+
+    Nothing is random here: the same `given` makes the same arrays. "mask" is made for a case with a mask_mod, "bias" for one with a
+    score_mod that adds to the score; neither is made for other cases.
 
     A quantised cache has its numbers divided by `case.scale()`, clipped and, for int8, rounded.
     """

@@ -45,10 +45,12 @@ def from_mask_mod(
 
     dims        batch, heads, q_len, kv_len; batch (heads) None: the mask must not read b (h), and one mask serves all
     block_size  tokens of a block, one number or (queries, keys)
-    exact       whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work
-    origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions
+    exact       whether blocks that the analysis cannot decide are evaluated entry by entry; otherwise they are partial. None: if that
+                is little work, and not if a captured array or a number of the origin is traced
+    origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions. An origin with a row for each batch
+                entry gives each of them lists of its own
 
-    Raises ValueError for arguments that do not fit.
+    Raises ValueError for arguments that do not fit, and for a mask_mod that cannot be traced (ModError).
     """
     batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))

@@ -134,6 +134,9 @@ class OnDevice:
     def taken(self, x: typing.Any) -> typing.Any:
         """The query blocks of x, an array over queries, that visit received keys (`tables.visitors`, which must be given), one after the
         other; None for None.
+
+        All devices return as many blocks as the device with the most, at least one: on the others the last query block of x fills the
+        end. `put` drops these copies, and the stage of the visitors hides them (number -1 in `Visitors.query_blocks`).
         """
         if x is None:
             return None

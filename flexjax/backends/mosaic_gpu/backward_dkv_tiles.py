@@ -1,4 +1,4 @@
-"""Tile sizes, ring depths and shared memory of the dK/dV kernels: one for head dims up to 128, the split one above.
+"""Tile sizes, ring depths and shared memory of the dK/dV kernels: one for head dims up to 128 (64 for float32), the split one above.
 
 The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py. A CTA owns a tile of keys and visits tiles of
 queries, whose Q and dO come through *rings*: buffers in shared memory with several slots of one tile each, filled by
@@ -208,9 +208,17 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
-    """The ring depths of the split dK/dV kernel: two slots of Q and dO, and two of P or, where these do not fit shared
-    memory, one; where columns are split, then one slot of dO. If this does not fit either, one slot of each; for float32 then also
-    tiles of SMALLEST_TILE queries.
+    """The sizes of the split dK/dV kernel: the first of these rows that fits shared memory.
+
+        Q slots   dO slots   P slots   queries of a tile
+        2         2          2         SPLIT_QUERIES
+        2         2          1         SPLIT_QUERIES
+        2         1          1         SPLIT_QUERIES       only where two CTAs share the columns (columns.py)
+        1         1          1         SPLIT_QUERIES
+        1         1          2         SMALLEST_TILE       only for float32
+        1         1          1         SMALLEST_TILE       only for float32
+
+    A row fits at every head dim whose backward pass support.py accepts; above, the last row is returned though it does not fit.
     """
     made = [(2, 2, 2, SPLIT_QUERIES), (2, 2, 1, SPLIT_QUERIES)]
     if ctas_of(plan) > 1:

@@ -235,7 +235,8 @@ class DirectGradientWriter:
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
         """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype. Before, it waits until
-        the copies that were started earlier have read the buffers.
+        the copies that were started earlier have read the buffers. Afterwards `plgpu.commit_smem` makes the tiles
+        visible to TMA, so that `_send` can follow at once; `_fill` itself starts no copy.
 
         values   [queries, keys] float32 for each gradient
         """

@@ -82,8 +82,11 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:
-    """Why the decode kernel, which alone reads keys in pages where they lie, cannot run the plan, in a sentence; None if it can.
+    """Why the decode kernel for the target (Hopper or mma.sync), which reads the pages in place, cannot run the plan, in a sentence;
+    None if it can.
 
+    plan              with keys in pages, and for the decode kernel: `choose_kernel.many_in_pages` is False. With more queries the
+                      forward kernel runs, which reads pages in place too, or whose keys are gathered before
     target, version   as for `refuses`
     """
     device = choose_kernel.refuses_device(target, plan.options)
