@@ -289,7 +289,11 @@ def _param_text(params: tuple[tuple[str, object], ...]) -> str:
 
 
 def _step_text(step: Step) -> str:
-    """A step as one line of program text: its results, the operation and its operands."""
+    """A step as one line of program text: its results with dtypes, the operation with its static parameters, and its operands.
+
+    Programs are equal, and share compiled kernels, exactly if their texts are equal (`Program.key`). The line must therefore
+    differ between steps that compute different things.
+    """
     outs = ", ".join(f"{o}:{o.dtype}" for o in step.outs)
     if isinstance(step, Op):
         return f"{outs} = {step.prim}{_param_text(step.params)} {' '.join(map(str, step.inputs))}"

@@ -28,8 +28,8 @@ def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
 def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     """The rule of `dynamic_slice`: each start is clamped so that the slice lies within the array.
 
-    The result is lazy, unless the array is an array of atoms: then it is one too, and ModError is raised for more than
-    MAX_ELEMENTS elements.
+    The result is lazy, unless it has at most one element, as x[b] of a vector x has, or the array is an array of atoms: then
+    it is an array of atoms, and ModError is raised if it would have more than MAX_ELEMENTS elements.
     """
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
@@ -47,8 +47,8 @@ def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[V
 def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     """The rule of `gather`: each start is clamped; in mode "fill", an index out of bounds gives the fill value.
 
-    The result is lazy, unless both operands are arrays of atoms: then it is one too, and ModError is raised for more than
-    MAX_ELEMENTS elements.
+    The result is lazy, unless it has at most one element or both operands are arrays of atoms: then it is an array of
+    atoms, and ModError is raised if it would have more than MAX_ELEMENTS elements.
     """
     array, indices = args
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]

@@ -158,7 +158,12 @@ class TileMath:
 
     @property
     def overhangs(self) -> bool:
-        """Whether some visited tile contains positions past the last query or key."""
+        """Whether some visited tile contains positions past the last query or key: whether the query or the key length is no
+        multiple of `visited_together`.
+
+        A kernel visits whole mask blocks, so with blocks larger than the CTA's tile, tiles may lie wholly past an end
+        even if the length is a multiple of the tile. Where this is True, loads of the programs clamp their indices.
+        """
         queries, keys = self.visited_together
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 

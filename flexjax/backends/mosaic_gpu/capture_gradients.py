@@ -178,7 +178,8 @@ def _load_sums(
     bias: DenseBiasPlan,
     card: Card | None,
 ) -> jax.Array:
-    """The sums of g for one load: [b, h, ...] float32 (or `_sum_type`).
+    """The sums of g for one load that the kernel does not scatter (`_kernel_scatters`): [b, h, ...] float32. Those of a tile
+    load have the dtype of the captured array instead if they are its whole gradient (`_sum_type`).
 
     operands           of the call, whose block lists and origin say which tiles are visited
     tokens, captures   padded arrays over tokens, and captured arrays as kernels take them

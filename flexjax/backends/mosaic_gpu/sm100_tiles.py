@@ -99,7 +99,9 @@ def stored(interpret: bool) -> None:
     """Waits until what this warp has stored to tensor memory is there. Other warps, and the tensor cores, may read it after an arrival
     at a barrier that orders tensor memory.
 
-    interpret   whether the kernel runs in the simulator
+    It emits tcgen05.wait::st, which waits for no other warp, so a warp may call it alone.
+
+    interpret   whether the kernel runs in the simulator, where `plgpu.commit_tmem` takes the place of the instruction
     """
     if interpret:
         plgpu.commit_tmem()
