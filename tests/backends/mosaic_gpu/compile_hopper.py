@@ -25,6 +25,15 @@ def missing() -> str | None:
     return None
 
 
+def missing_disassembler() -> str | None:
+    """Why this machine cannot compile for a GPU and read its machine code, or None."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    if missing() is None and not any(list(root.glob("*/bin/nvdisasm")) for root in roots):
+        return "reading machine code needs the wheel nvidia-cuda-nvdisasm"
+    return missing()
+
+
 def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
     """Compiles for one GPU at the shapes of `args`."""
     import jax
