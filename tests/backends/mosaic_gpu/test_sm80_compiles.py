@@ -129,7 +129,7 @@ def test_sample_compiles(card: str) -> None:
 @needs_compilers
 @pytest.mark.parametrize("how", ["together,late", "up,early", "down,late"])
 def test_machine_code_computes_attention(how: str) -> None:
-    names = ["causal, two batches, grouped heads", "odd lengths and dims"]
+    names = ["causal, two batches, grouped heads", "pair bias", "decode blocks", "decode pages of 8, int8"]
     run = subprocess.run(
         [sys.executable, "-m", "tests.backends.mosaic_gpu.on_ptx_machine", f"--{how}", *names],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, check=False,
