@@ -11,7 +11,7 @@ import pytest
 
 import flexjax
 from flexjax import masks, paged
-from flexjax.backends.target import Target
+from flexjax.backends.target import DescribedDevice, Target
 from flexjax.dispatch import Run
 from flexjax.explain_work import describe_work
 from flexjax.paged_call import prepare_paged
@@ -256,3 +256,22 @@ def test_autotune_leaves_pages_alone() -> None:
     cache, table = paged.empty(1, 8, 1, 8, dtype="float32"), table_of([1], 1, 8)
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         flexjax.autotune(jnp.ones((1, 1, 1, 8)), cache, table)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="the GPU kernels need jax 0.11")
+@pytest.mark.parametrize(
+    ("kind", "capability", "instruction", "said"),
+    [
+        ("NVIDIA H200", "9.0", None, "tiles: forward 128 x 128, backward fused 64 x 128"),
+        ("NVIDIA H200", "9.0", "mma", "tiles: mma.sync with tma for compute capability 9.0: forward 128 x 64"),
+        ("NVIDIA A100", "8.0", None, "tiles: mma.sync with cp.async for compute capability 8.0: forward 128 x 64"),
+        ("NVIDIA B200", "10.0", "tcgen05", "tiles: tcgen05 for compute capability 10.0: forward 256 x 128"),
+    ],
+)
+def test_the_kernels_of_a_card_are_named(kind: str, capability: str, instruction: Any, said: str) -> None:
+    array = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    device = DescribedDevice(kind, None, "gpu", compute_capability=capability)
+    options = flexjax.KernelOptions(instruction=instruction)
+    mask = None if instruction is None and capability == "9.0" else masks.causal
+    text = flexjax.explain(array, array, array, mask_mod=mask, device=device, kernel_options=options)
+    assert f"\nruns on: mosaic_gpu\n  {said}" in text

@@ -284,7 +284,7 @@ class MosaicGpu:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
-    def schedule(self, plan: KernelPlan, target: Target) -> str:
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
         return describe_kernels.describe(plan if decodes else _kernel_plan(plan), plan, target)

@@ -161,14 +161,14 @@ def test_the_forward_kernel_reads_pages_in_place(fields: dict[str, typing.Any], 
 
 
 def test_in_words() -> None:
-    text = support.BACKEND.schedule(small(kv_len=8192), typing.cast(typing.Any, None))
+    text = support.BACKEND.tile_sizes(small(kv_len=8192), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward decode 4 x 128, 16 work items of 2048 keys"
-    text = support.BACKEND.schedule(small(q_len=40, page=16, lengths=(False, True)), typing.cast(typing.Any, None))
+    text = support.BACKEND.tile_sizes(small(q_len=40, page=16, lengths=(False, True)), typing.cast(typing.Any, None))
     assert text == "keys read in their pages, forward 64 x 128"
     many = small(q_len=40, page=16, lengths=(False, True), cache_dtype="int8")
-    text = support.BACKEND.schedule(many, typing.cast(typing.Any, None))
+    text = support.BACKEND.tile_sizes(many, typing.cast(typing.Any, None))
     assert text == "keys gathered from their pages, forward 64 x 128"
-    text = support.BACKEND.schedule(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
+    text = support.BACKEND.tile_sizes(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward 64 x 128 (not the decode kernel: It takes no extra features.)"
 
 

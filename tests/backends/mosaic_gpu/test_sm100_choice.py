@@ -50,7 +50,7 @@ TILES = {
 def test_explain_names_the_card_and_the_tile(dim: int, target: Target) -> None:
     made = plan(dim)
     assert support.refuses(made, target, JAX) is None
-    text = support.BACKEND.schedule(made, target)
+    text = support.BACKEND.tile_sizes(made, target)
     backward = "dQ and dK/dV 128 x 128 by tcgen05" if dim <= 128 else "dQ 128 x 32, dK/dV 32 x 128"
     assert text == f"tcgen05 for compute capability {target.capability}: {TILES[dim]}, backward {backward}"
 
@@ -140,7 +140,7 @@ def test_what_is_refused(name: str) -> None:
 def test_few_queries_run_the_decode_kernel_on_mma_sync() -> None:
     made = plan(q_len=1)
     assert support.refuses(made, B200, JAX) is None
-    assert support.BACKEND.schedule(made, B200).startswith(
+    assert support.BACKEND.tile_sizes(made, B200).startswith(
         "mma.sync with tma for compute capability 10.0: forward decode "
     )
 
@@ -177,4 +177,4 @@ def test_other_backward_tiles_run_on_mma_sync(options: dict[str, int]) -> None:
     made = plan(64, **options)
     assert support.refuses(made, B200, JAX) is None
     assert backward_sm100_tiles.backward_tiles(made) is None
-    assert "tcgen05" not in support.BACKEND.schedule(made, B200).split("backward")[1]
+    assert "tcgen05" not in support.BACKEND.tile_sizes(made, B200).split("backward")[1]

@@ -69,7 +69,7 @@ def test_explain_names_the_card_and_the_tile(capability: str, dim: int) -> None:
     target = Target("cuda", "some GPU", capability, 100)
     made = plan(dim, instruction="mma")
     copying, forward, backward = TILES[capability, dim]
-    assert support.BACKEND.schedule(made, target) == (
+    assert support.BACKEND.tile_sizes(made, target) == (
         f"mma.sync with {copying} for compute capability {capability}: forward {forward}, backward {backward}"
     )
 
@@ -165,7 +165,7 @@ DECODE_TILES = {
 def test_few_queries_run_the_decode_kernel(capability: str, dim: int) -> None:
     target = Target("cuda", "some GPU", capability, 100)
     made = dataclasses.replace(plan(dim, q_len=1, instruction="mma"), q_heads=32, kv_heads=8)
-    text = support.BACKEND.schedule(made, target)
+    text = support.BACKEND.tile_sizes(made, target)
     assert text.split(": forward ")[1].split(", backward")[0] == DECODE_TILES[capability, dim]
     assert all(set(x) == {"block_q_bwd", "block_kv_bwd"} for x in support.BACKEND.tile_candidates(made, target))
 

@@ -286,7 +286,7 @@ DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_kernels_in_words(name: str) -> None:
     made, text = DESCRIBED[name]
-    assert support.BACKEND.schedule(made, HOPPER) == text
+    assert support.BACKEND.tile_sizes(made, HOPPER) == text
 
 
 @pytest.mark.parametrize("name", REFUSED)
