@@ -10,7 +10,8 @@ with one warp of every resident warpgroup is simulated, clock by clock:
                an instruction waits for results of unknown latency
     units      each instruction occupies one (`unit_of`): FMA, ALU, MUFU, tensor cores, shared memory. Shared memory serves all four
                partitions, so one of its clocks is counted for each 128 bytes of all of them
-    WGMMA      runs beside the warp until WARPGROUP.DEPBAR waits for its group, and takes the clocks of its operations at the full rate
+    WGMMA      runs beside the warp until WARPGROUP.DEPBAR waits for its group, takes the clocks of its operations at the full rate, and
+               is delayed by each instruction of another unit that issues meanwhile (`Units.contention`)
 
 A step takes at least the clocks in which shared memory delivers everything: what instructions move, the operands of WGMMA, and copies.
 
@@ -88,8 +89,6 @@ def unit_of(instruction: Instruction, units: Units) -> Use:
         return Use("fma", units.fma)
     if name == "MUFU":
         return Use("mufu", units.mufu, LATENCIES["mufu"])
-    if name in ("F2FP", "F2F"):
-        return Use("mufu", units.convert, LATENCIES["mufu"])
     if name == "HMMA":
         return Use("tensor", units.mma)
     if name == "HGMMA":
@@ -159,13 +158,16 @@ def simulate(body: Sequence[Instruction], units: Units, warps: int, copied: int 
         if use.unit:
             spent[use.unit] = spent.get(use.unit, 0.0) + warps * use.clocks
     distances = STARTS if warps > 1 else STARTS[:1]
-    mean = sum(_run(body, uses, [n * apart for n in range(warps)]) for apart in distances) / len(distances)
+    delay = units.contention if any(x.name == "HGMMA" for x in body) else 0.0
+    mean = sum(_run(body, uses, [n * apart for n in range(warps)], delay) for apart in distances) / len(distances)
     return Clocks(max(mean, *spent.values()), dict(sorted(spent.items())))
 
 
-def _run(body: Sequence[Instruction], uses: Sequence[Use], starts: Sequence[float]) -> float:
-    """Clocks in which as many steps end as there are warps, after the first third of STEPS steps of each; warps begin at the clocks
-    `starts`.
+def _run(body: Sequence[Instruction], uses: Sequence[Use], starts: Sequence[float], delay: float) -> float:
+    """Clocks in which as many steps end as there are warps, after the first third of STEPS steps of each.
+
+    starts   the clocks at which the warps begin
+    delay    of the WGMMA in flight, by an instruction of another unit
     """
     crew = [Warp(ready=start) for start in starts]
     free: dict[str, float] = collections.defaultdict(float)
@@ -179,6 +181,10 @@ def _run(body: Sequence[Instruction], uses: Sequence[Use], starts: Sequence[floa
             held = use.unit in ("fma", "alu") or instruction.name == "HMMA"
             if warp.waits(instruction, now) or ((held or slack) and free[use.unit] > now + slack):
                 continue
+            if delay and use.unit in ("fma", "alu", "mufu") and free["tensor"] > now:
+                free["tensor"] += delay
+                for other in crew:
+                    other.groups = [end + delay if end > now + LATENCIES["wgmma"] else end for end in other.groups]
             _issue(warp, instruction, use, now, free)
             if warp.at == len(body) - 1:
                 ends.append(now)

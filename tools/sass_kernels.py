@@ -13,30 +13,32 @@ from collections.abc import Sequence
 class Units:
     """Clocks for which an instruction of one warp occupies a unit of its partition.
 
-    fma, alu, mufu, convert   float32 arithmetic; minimum, compare, select and integers; ex2; two floats to 16 bits, on MUFU's port
+    fma, alu, mufu            float32 arithmetic; minimum, compare, select, integers and conversions to 16 bits; ex2
     mma                       mma.sync m16n8k16
     tensor_rate               operations a clock of a partition's tensor core, for WGMMA
+    contention                clocks by which each instruction of the other units delays a WGMMA in flight, because both use the registers
     """
 
     fma: float
     alu: float
     mufu: float
-    convert: float
     mma: float
     tensor_rate: float
+    contention: float = 0.0
 
 
 UNITS = {
-    "A100": Units(fma=2, alu=2, mufu=8, convert=4, mma=8, tensor_rate=512),
-    "L40S": Units(fma=1, alu=2, mufu=8, convert=4, mma=16, tensor_rate=256),
-    "RTX 4090": Units(fma=1, alu=2, mufu=8, convert=4, mma=32, tensor_rate=128),
-    "RTX 5090": Units(fma=1, alu=2, mufu=8, convert=4, mma=32, tensor_rate=128),
-    "Hopper": Units(fma=1, alu=2, mufu=8, convert=4, mma=6, tensor_rate=1024),
-    "B200": Units(fma=1, alu=2, mufu=8, convert=4, mma=0, tensor_rate=2048),
+    "A100": Units(fma=2, alu=2, mufu=8, mma=8, tensor_rate=512),
+    "L40S": Units(fma=1, alu=2, mufu=8, mma=16, tensor_rate=256),
+    "RTX 4090": Units(fma=1, alu=2, mufu=8, mma=32, tensor_rate=128),
+    "RTX 5090": Units(fma=1, alu=2, mufu=8, mma=32, tensor_rate=128),
+    "Hopper": Units(fma=1, alu=2, mufu=8, mma=8, tensor_rate=1024, contention=1.5),
+    "B200": Units(fma=1, alu=2, mufu=8, mma=0, tensor_rate=2048),
 }
 """The throughput table of the CUDA programming guide, "Arithmetic Instructions", as 32 lanes over a quarter of its results a clock.
-mma: peak rates of the data sheets with float32 sums (A100 1024, L40S 512, RTX 256 FMA a clock of an SM); on Hopper, SASS spaces mma.sync
-by 6 clocks, which is two thirds of the rate of WGMMA; arXiv 2402.13499 measures 63%. convert: fitted, see NOTES_model.md."""
+mma: peak rates of the data sheets with float32 sums (A100 1024, L40S 512, RTX 256 FMA a clock of an SM). Two numbers of Hopper are fitted to
+forward passes on an H200 (NOTES_model.md): mma.sync at half the rate of WGMMA, where arXiv 2402.13499 measures 63% of the peak; and
+`contention`, which is what three operands take of two register banks."""
 TARGETS = {
     "A100": "sm_80",
     "L40S": "sm_89",

@@ -5,8 +5,8 @@
 A work item is one query tile (backward: one tile of keys, or of queries for dQ) with the tiles that it visits; each visit is a step.
 
 **Steps of mma.sync and of WGMMA** come from machine code: tools/sass_clocks.py simulates the loop of each kernel instruction by
-instruction and gives the clocks in which all resident warpgroups of an SM make one step each. Nothing in card_steps.STEPS was fitted to a measured
-time but one number of that tool (conversions to 16 bits take turns with ex2).
+instruction and gives the clocks in which all resident warpgroups of an SM make one step each. Two numbers of that tool are fitted to forward
+passes on an H200, both for Hopper: the rate of mma.sync, and what other instructions cost a WGMMA in flight.
 
 **Steps on tcgen05** (10.0): the machine code of the softmax warps, simulated; S, softmax and P V of a query tile follow one another, two
 query tiles at a time. Beside it, as COUNTED, a count of what each unit has to do in a kernel like FlashAttention-4 (arXiv 2603.05451),
@@ -67,8 +67,8 @@ class Card:
         return min(self.boost, 1e3 * self.matmul / (self.sms * self.tensor * MATMUL_SHARE))
 
 
-MATMUL_SHARE = 0.95
-"""The share of clocks in which the tensor cores multiply in a large matrix product of cuBLAS."""
+MATMUL_SHARE = 0.82
+"""The share of clocks in which the tensor cores multiply in a large matrix product of cuBLAS: measured on an H200, 675 TFLOP/s at 1.53 GHz."""
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -77,7 +77,7 @@ CARDS: dict[str, Card] = {
         Card("NVIDIA GeForce RTX 4090", "8.9", 128, 2.52, 512, 0.0, 1.01e12, "NVIDIA Ada whitepaper: 165 TFLOP/s with float32 sums"),
         Card("NVIDIA GeForce RTX 5090", "12.0", 170, 2.41, 512, 0.0, 1.79e12, "NVIDIA RTX Blackwell whitepaper: 210 TFLOP/s"),
         Card("NVIDIA H100", "9.0", 132, 1.83, 4096, 0.0, 3.35e12, "NVIDIA H100 data sheet: 989 TFLOP/s, SXM"),
-        Card("NVIDIA H200", "9.0", 132, 1.83, 4096, 794.0, 4.8e12, "NVIDIA H200 data sheet; matmul: RESULTS_H200.md"),
+        Card("NVIDIA H200", "9.0", 132, 1.83, 4096, 675.0, 4.8e12, "NVIDIA H200 data sheet; matmul: NOTES_model.md"),
         Card("NVIDIA B200", "10.0", 148, 1.85, 8192, 1610.0, 8.0e12, "NVIDIA HGX B200: 2250 TFLOP/s; matmul: cuBLAS 8192, pyptx.dev"),
     )
 }  # fmt: skip

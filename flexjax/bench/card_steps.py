@@ -24,90 +24,90 @@ class Step(typing.NamedTuple):
 
 
 STEPS: dict[str, tuple[float, float]] = {
+    "Hopper wgmma full d64": (2958, 2958),  # alu 684, fma 408, issue 1188, mufu 1584, shared 1264, tensor 1536
+    "Hopper wgmma full d64 fused": (3763, 3763),  # alu 620, fma 396, issue 1378, mufu 1024, shared 3336, tensor 2560
+    "Hopper wgmma full d128": (2996, 2996),  # alu 460, fma 270, issue 808, mufu 1056, shared 1824, tensor 2048
+    "Hopper wgmma full d128 fused": (3200, 3200),  # alu 396, fma 202, issue 974, mufu 512, shared 3200, tensor 2560
+    "Hopper wgmma causal d64": (2230, 2602),  # alu 440, fma 344, issue 832, mufu 1056, shared 928, tensor 1024
+    "Hopper wgmma causal d64 fused": (4199, 4199),  # alu 1124, fma 402, issue 1672, mufu 1024, shared 3400, tensor 2560
+    "Hopper wgmma causal d128": (2996, 3392),  # alu 436, fma 282, issue 812, mufu 1056, shared 1824, tensor 2048
+    "Hopper wgmma causal d128 fused": (3408, 3408),  # alu 660, fma 210, issue 1134, mufu 512, shared 3208, tensor 2560
     "B200 tcgen05 full d64": (
-        3211,
-        3211,
-    ),  # alu 752, fma 296, issue 1134, mufu 2624, shared 320, tmem 640, tensor 1024, chain 3034
+        2653,
+        2653,
+    ),  # alu 1188, fma 784, issue 1648, mufu 1600, shared 320, tmem 640, tensor 1024, chain 2653
     "B200 tcgen05 full d128": (
-        3805,
-        3805,
-    ),  # alu 880, fma 296, issue 1218, mufu 2624, shared 576, tmem 896, tensor 2048, chain 3805
+        3367,
+        3367,
+    ),  # alu 1304, fma 790, issue 1732, mufu 1600, shared 576, tmem 896, tensor 2048, chain 3367
     "B200 tcgen05 causal d64": (
-        3196,
-        4291,
-    ),  # alu 748, fma 296, issue 1134, mufu 2624, shared 320, tmem 640, tensor 1024, chain 3091
+        2657,
+        3338,
+    ),  # alu 1216, fma 762, issue 1650, mufu 1600, shared 320, tmem 640, tensor 1024, chain 2657
     "B200 tcgen05 causal d128": (
-        3817,
-        4535,
-    ),  # alu 876, fma 296, issue 1218, mufu 2624, shared 576, tmem 896, tensor 2048, chain 3817
-    "Hopper wgmma full d64": (2229, 2229),  # alu 492, fma 408, issue 1188, mufu 1968, shared 1264, tensor 1536
-    "Hopper wgmma full d64 fused": (3336, 3336),  # alu 364, fma 396, issue 1378, mufu 1536, shared 3336, tensor 2560
-    "Hopper wgmma full d128": (2062, 2062),  # alu 332, fma 270, issue 808, mufu 1312, shared 1824, tensor 2048
-    "Hopper wgmma full d128 fused": (3200, 3200),  # alu 268, fma 202, issue 974, mufu 768, shared 3200, tensor 2560
-    "Hopper wgmma causal d64": (2075, 2188),  # alu 312, fma 344, issue 832, mufu 1312, shared 928, tensor 1024
-    "Hopper wgmma causal d64 fused": (3868, 3868),  # alu 868, fma 402, issue 1672, mufu 1536, shared 3400, tensor 2560
-    "Hopper wgmma causal d128": (2120, 2104),  # alu 308, fma 282, issue 812, mufu 1312, shared 1824, tensor 2048
-    "Hopper wgmma causal d128 fused": (3208, 3208),  # alu 532, fma 210, issue 1134, mufu 768, shared 3208, tensor 2560
-    "Hopper mma full d64": (2688, 2688),  # alu 408, fma 316, issue 1190, mufu 1344, shared 1600, tensor 1536
-    "Hopper mma full d64 dq": (3000, 3000),  # alu 124, fma 398, issue 1264, mufu 1280, shared 2304, tensor 2304
-    "Hopper mma full d64 dkv": (2327, 2327),  # alu 136, fma 210, issue 890, mufu 768, shared 1856, tensor 1536
-    "Hopper mma full d128": (4266, 4266),  # alu 416, fma 316, issue 1534, mufu 1344, shared 3144, tensor 3072
-    "Hopper mma full d128 dq": (3072, 3072),  # alu 128, fma 212, issue 1010, mufu 640, shared 3072, tensor 2304
-    "Hopper mma full d128 dkv": (5272, 5272),  # alu 164, fma 214, issue 1408, mufu 768, shared 5272, tensor 3072
-    "Hopper mma causal d64": (2698, 3058),  # alu 420, fma 324, issue 1246, mufu 1344, shared 1616, tensor 1536
-    "Hopper mma causal d64 dq": (3083, 2994),  # alu 144, fma 430, issue 1320, mufu 1280, shared 2328, tensor 2304
-    "Hopper mma causal d64 dkv": (2431, 2348),  # alu 188, fma 240, issue 942, mufu 768, shared 1880, tensor 1536
-    "Hopper mma causal d128": (4236, 4885),  # alu 432, fma 324, issue 1590, mufu 1344, shared 3152, tensor 3072
-    "Hopper mma causal d128 dq": (3261, 3718),  # alu 148, fma 240, issue 1064, mufu 640, shared 3096, tensor 2304
-    "Hopper mma causal d128 dkv": (5304, 5296),  # alu 160, fma 216, issue 1460, mufu 768, shared 5304, tensor 3072
-    "A100 mma full d64": (3167, 3167),  # alu 484, fma 640, issue 1140, mufu 1344, shared 1648, tensor 2048
-    "A100 mma full d64 dq": (3317, 3317),  # alu 220, fma 788, issue 1230, mufu 1280, shared 2328, tensor 3072
-    "A100 mma full d64 dkv": (2638, 2638),  # alu 168, fma 412, issue 840, mufu 768, shared 1880, tensor 2048
-    "A100 mma full d128": (5383, 5383),  # alu 480, fma 628, issue 1500, mufu 1344, shared 3200, tensor 4096
-    "A100 mma full d128 dq": (3549, 3549),  # alu 128, fma 400, issue 920, mufu 640, shared 3096, tensor 3072
-    "A100 mma full d128 dkv": (5272, 5272),  # alu 272, fma 436, issue 1338, mufu 768, shared 5272, tensor 4096
-    "A100 mma causal d64": (3115, 2802),  # alu 504, fma 684, issue 1176, mufu 1344, shared 1664, tensor 2048
-    "A100 mma causal d64 dq": (3431, 3460),  # alu 212, fma 816, issue 1308, mufu 1280, shared 2352, tensor 3072
-    "A100 mma causal d64 dkv": (2785, 2678),  # alu 192, fma 436, issue 920, mufu 768, shared 1904, tensor 2048
-    "A100 mma causal d128": (5497, 5168),  # alu 564, fma 676, issue 1550, mufu 1344, shared 3232, tensor 4096
-    "A100 mma causal d128 dq": (3386, 3586),  # alu 128, fma 432, issue 1008, mufu 640, shared 3120, tensor 3072
-    "A100 mma causal d128 dkv": (5296, 5328),  # alu 252, fma 456, issue 1410, mufu 768, shared 5296, tensor 4096
-    "L40S mma full d64": (4640, 4640),  # alu 484, fma 320, issue 1140, mufu 1344, shared 1648, tensor 4096
-    "L40S mma full d64 dq": (3166, 3166),  # alu 168, fma 208, issue 704, mufu 640, shared 2072, tensor 3072
-    "L40S mma full d64 dkv": (4096, 4096),  # alu 220, fma 214, issue 908, mufu 768, shared 2712, tensor 4096
-    "L40S mma full d128": (4188, 4188),  # alu 300, fma 180, issue 826, mufu 704, shared 1904, tensor 4096
-    "L40S mma full d128 dq": (3154, 3154),  # alu 156, fma 108, issue 564, mufu 320, shared 2328, tensor 3072
-    "L40S mma full d128 dkv": (4149, 4149),  # alu 208, fma 122, issue 742, mufu 384, shared 2904, tensor 4096
-    "L40S mma causal d64": (4533, 4231),  # alu 504, fma 342, issue 1176, mufu 1344, shared 1664, tensor 4096
-    "L40S mma causal d64 dq": (3136, 3159),  # alu 200, fma 232, issue 758, mufu 640, shared 2096, tensor 3072
-    "L40S mma causal d64 dkv": (4102, 4096),  # alu 252, fma 236, issue 950, mufu 768, shared 2736, tensor 4096
-    "L40S mma causal d128": (4238, 4355),  # alu 332, fma 188, issue 854, mufu 704, shared 1920, tensor 4096
-    "L40S mma causal d128 dq": (3222, 3270),  # alu 188, fma 134, issue 620, mufu 320, shared 2352, tensor 3072
-    "L40S mma causal d128 dkv": (4159, 4379),  # alu 244, fma 136, issue 782, mufu 384, shared 2928, tensor 4096
-    "RTX 4090 mma full d64": (8575, 8575),  # alu 484, fma 320, issue 1140, mufu 1344, shared 1648, tensor 8192
-    "RTX 4090 mma full d64 dq": (6146, 6146),  # alu 168, fma 208, issue 704, mufu 640, shared 2072, tensor 6144
-    "RTX 4090 mma full d64 dkv": (8196, 8196),  # alu 220, fma 214, issue 908, mufu 768, shared 2712, tensor 8192
-    "RTX 4090 mma full d128": (8308, 8308),  # alu 300, fma 180, issue 826, mufu 704, shared 1904, tensor 8192
-    "RTX 4090 mma full d128 dq": (6144, 6144),  # alu 156, fma 108, issue 564, mufu 320, shared 2328, tensor 6144
-    "RTX 4090 mma full d128 dkv": (8204, 8204),  # alu 208, fma 122, issue 742, mufu 384, shared 2904, tensor 8192
-    "RTX 4090 mma causal d64": (8288, 8566),  # alu 504, fma 342, issue 1176, mufu 1344, shared 1664, tensor 8192
-    "RTX 4090 mma causal d64 dq": (6155, 6144),  # alu 200, fma 232, issue 758, mufu 640, shared 2096, tensor 6144
-    "RTX 4090 mma causal d64 dkv": (8192, 8192),  # alu 252, fma 236, issue 950, mufu 768, shared 2736, tensor 8192
-    "RTX 4090 mma causal d128": (8290, 8272),  # alu 332, fma 188, issue 854, mufu 704, shared 1920, tensor 8192
-    "RTX 4090 mma causal d128 dq": (6259, 6184),  # alu 188, fma 134, issue 620, mufu 320, shared 2352, tensor 6144
-    "RTX 4090 mma causal d128 dkv": (8192, 8217),  # alu 244, fma 136, issue 782, mufu 384, shared 2928, tensor 8192
-    "RTX 5090 mma full d64": (8192, 8192),  # alu 1064, fma 288, issue 1642, mufu 1344, shared 1600, tensor 8192
-    "RTX 5090 mma full d64 dq": (6162, 6162),  # alu 660, fma 200, issue 1100, mufu 640, shared 2072, tensor 6144
-    "RTX 5090 mma full d64 dkv": (8319, 8319),  # alu 848, fma 200, issue 1394, mufu 768, shared 2712, tensor 8192
-    "RTX 5090 mma full d128": (8224, 8224),  # alu 1400, fma 152, issue 1622, mufu 704, shared 1880, tensor 8192
-    "RTX 5090 mma full d128 dq": (6168, 6168),  # alu 892, fma 104, issue 1094, mufu 320, shared 2328, tensor 6144
-    "RTX 5090 mma full d128 dkv": (8218, 8218),  # alu 1164, fma 104, issue 1380, mufu 384, shared 2904, tensor 8192
-    "RTX 5090 mma causal d64": (8802, 8452),  # alu 1180, fma 298, issue 1708, mufu 1344, shared 1616, tensor 8192
-    "RTX 5090 mma causal d64 dq": (6176, 6184),  # alu 672, fma 208, issue 1126, mufu 640, shared 2096, tensor 6144
-    "RTX 5090 mma causal d64 dkv": (8192, 8218),  # alu 916, fma 208, issue 1432, mufu 768, shared 2736, tensor 8192
-    "RTX 5090 mma causal d128": (8356, 8404),  # alu 1188, fma 162, issue 1514, mufu 704, shared 1872, tensor 8192
-    "RTX 5090 mma causal d128 dq": (6144, 6168),  # alu 972, fma 112, issue 1160, mufu 320, shared 2352, tensor 6144
-    "RTX 5090 mma causal d128 dkv": (8386, 8192),  # alu 1468, fma 112, issue 1552, mufu 384, shared 2928, tensor 8192
+        3395,
+        3910,
+    ),  # alu 1312, fma 784, issue 1732, mufu 1600, shared 576, tmem 896, tensor 2048, chain 3395
+    "Hopper mma full d64": (2948, 2948),  # alu 536, fma 316, issue 1190, mufu 1088, shared 1600, tensor 2048
+    "Hopper mma full d64 dq": (3505, 3505),  # alu 252, fma 398, issue 1264, mufu 1024, shared 2304, tensor 3072
+    "Hopper mma full d64 dkv": (2600, 2600),  # alu 264, fma 210, issue 890, mufu 512, shared 1856, tensor 2048
+    "Hopper mma full d128": (4800, 4800),  # alu 544, fma 316, issue 1534, mufu 1088, shared 3144, tensor 4096
+    "Hopper mma full d128 dq": (3313, 3313),  # alu 192, fma 212, issue 1010, mufu 512, shared 3072, tensor 3072
+    "Hopper mma full d128 dkv": (5272, 5272),  # alu 292, fma 214, issue 1408, mufu 512, shared 5272, tensor 4096
+    "Hopper mma causal d64": (3053, 3269),  # alu 548, fma 324, issue 1246, mufu 1088, shared 1616, tensor 2048
+    "Hopper mma causal d64 dq": (3515, 3572),  # alu 272, fma 430, issue 1320, mufu 1024, shared 2328, tensor 3072
+    "Hopper mma causal d64 dkv": (2676, 2715),  # alu 316, fma 240, issue 942, mufu 512, shared 1880, tensor 2048
+    "Hopper mma causal d128": (5180, 4959),  # alu 560, fma 324, issue 1590, mufu 1088, shared 3152, tensor 4096
+    "Hopper mma causal d128 dq": (3658, 3838),  # alu 212, fma 240, issue 1064, mufu 512, shared 3096, tensor 3072
+    "Hopper mma causal d128 dkv": (5304, 5296),  # alu 288, fma 216, issue 1460, mufu 512, shared 5304, tensor 4096
+    "A100 mma full d64": (3142, 3142),  # alu 612, fma 640, issue 1140, mufu 1088, shared 1648, tensor 2048
+    "A100 mma full d64 dq": (3323, 3323),  # alu 348, fma 788, issue 1230, mufu 1024, shared 2328, tensor 3072
+    "A100 mma full d64 dkv": (2764, 2764),  # alu 296, fma 412, issue 840, mufu 512, shared 1880, tensor 2048
+    "A100 mma full d128": (5383, 5383),  # alu 608, fma 628, issue 1500, mufu 1088, shared 3200, tensor 4096
+    "A100 mma full d128 dq": (3548, 3548),  # alu 192, fma 400, issue 920, mufu 512, shared 3096, tensor 3072
+    "A100 mma full d128 dkv": (5272, 5272),  # alu 400, fma 436, issue 1338, mufu 512, shared 5272, tensor 4096
+    "A100 mma causal d64": (3031, 2982),  # alu 632, fma 684, issue 1176, mufu 1088, shared 1664, tensor 2048
+    "A100 mma causal d64 dq": (3351, 3505),  # alu 340, fma 816, issue 1308, mufu 1024, shared 2352, tensor 3072
+    "A100 mma causal d64 dkv": (2643, 2702),  # alu 320, fma 436, issue 920, mufu 512, shared 1904, tensor 2048
+    "A100 mma causal d128": (5467, 5170),  # alu 692, fma 676, issue 1550, mufu 1088, shared 3232, tensor 4096
+    "A100 mma causal d128 dq": (3385, 3595),  # alu 192, fma 432, issue 1008, mufu 512, shared 3120, tensor 3072
+    "A100 mma causal d128 dkv": (5296, 5328),  # alu 380, fma 456, issue 1410, mufu 512, shared 5296, tensor 4096
+    "L40S mma full d64": (4647, 4647),  # alu 612, fma 320, issue 1140, mufu 1088, shared 1648, tensor 4096
+    "L40S mma full d64 dq": (3166, 3166),  # alu 232, fma 208, issue 704, mufu 512, shared 2072, tensor 3072
+    "L40S mma full d64 dkv": (4096, 4096),  # alu 348, fma 214, issue 908, mufu 512, shared 2712, tensor 4096
+    "L40S mma full d128": (4202, 4202),  # alu 364, fma 180, issue 826, mufu 576, shared 1904, tensor 4096
+    "L40S mma full d128 dq": (3154, 3154),  # alu 188, fma 108, issue 564, mufu 256, shared 2328, tensor 3072
+    "L40S mma full d128 dkv": (4153, 4153),  # alu 272, fma 122, issue 742, mufu 256, shared 2904, tensor 4096
+    "L40S mma causal d64": (4529, 4562),  # alu 632, fma 342, issue 1176, mufu 1088, shared 1664, tensor 4096
+    "L40S mma causal d64 dq": (3172, 3318),  # alu 264, fma 232, issue 758, mufu 512, shared 2096, tensor 3072
+    "L40S mma causal d64 dkv": (4101, 4096),  # alu 380, fma 236, issue 950, mufu 512, shared 2736, tensor 4096
+    "L40S mma causal d128": (4240, 4279),  # alu 396, fma 188, issue 854, mufu 576, shared 1920, tensor 4096
+    "L40S mma causal d128 dq": (3221, 3237),  # alu 220, fma 134, issue 620, mufu 256, shared 2352, tensor 3072
+    "L40S mma causal d128 dkv": (4232, 4424),  # alu 308, fma 136, issue 782, mufu 256, shared 2928, tensor 4096
+    "RTX 4090 mma full d64": (8409, 8409),  # alu 612, fma 320, issue 1140, mufu 1088, shared 1648, tensor 8192
+    "RTX 4090 mma full d64 dq": (6146, 6146),  # alu 232, fma 208, issue 704, mufu 512, shared 2072, tensor 6144
+    "RTX 4090 mma full d64 dkv": (8196, 8196),  # alu 348, fma 214, issue 908, mufu 512, shared 2712, tensor 8192
+    "RTX 4090 mma full d128": (8429, 8429),  # alu 364, fma 180, issue 826, mufu 576, shared 1904, tensor 8192
+    "RTX 4090 mma full d128 dq": (6144, 6144),  # alu 188, fma 108, issue 564, mufu 256, shared 2328, tensor 6144
+    "RTX 4090 mma full d128 dkv": (8204, 8204),  # alu 272, fma 122, issue 742, mufu 256, shared 2904, tensor 8192
+    "RTX 4090 mma causal d64": (8657, 8260),  # alu 632, fma 342, issue 1176, mufu 1088, shared 1664, tensor 8192
+    "RTX 4090 mma causal d64 dq": (6235, 6278),  # alu 264, fma 232, issue 758, mufu 512, shared 2096, tensor 6144
+    "RTX 4090 mma causal d64 dkv": (8192, 8192),  # alu 380, fma 236, issue 950, mufu 512, shared 2736, tensor 8192
+    "RTX 4090 mma causal d128": (8290, 8262),  # alu 396, fma 188, issue 854, mufu 576, shared 1920, tensor 8192
+    "RTX 4090 mma causal d128 dq": (6261, 6303),  # alu 220, fma 134, issue 620, mufu 256, shared 2352, tensor 6144
+    "RTX 4090 mma causal d128 dkv": (8192, 8238),  # alu 308, fma 136, issue 782, mufu 256, shared 2928, tensor 8192
+    "RTX 5090 mma full d64": (8368, 8368),  # alu 1192, fma 288, issue 1642, mufu 1088, shared 1600, tensor 8192
+    "RTX 5090 mma full d64 dq": (6162, 6162),  # alu 724, fma 200, issue 1100, mufu 512, shared 2072, tensor 6144
+    "RTX 5090 mma full d64 dkv": (8319, 8319),  # alu 976, fma 200, issue 1394, mufu 512, shared 2712, tensor 8192
+    "RTX 5090 mma full d128": (8228, 8228),  # alu 1464, fma 152, issue 1622, mufu 576, shared 1880, tensor 8192
+    "RTX 5090 mma full d128 dq": (6169, 6169),  # alu 924, fma 104, issue 1094, mufu 256, shared 2328, tensor 6144
+    "RTX 5090 mma full d128 dkv": (8218, 8218),  # alu 1228, fma 104, issue 1380, mufu 256, shared 2904, tensor 8192
+    "RTX 5090 mma causal d64": (8414, 8281),  # alu 1308, fma 298, issue 1708, mufu 1088, shared 1616, tensor 8192
+    "RTX 5090 mma causal d64 dq": (6176, 6184),  # alu 736, fma 208, issue 1126, mufu 512, shared 2096, tensor 6144
+    "RTX 5090 mma causal d64 dkv": (8583, 8192),  # alu 1044, fma 208, issue 1432, mufu 512, shared 2736, tensor 8192
+    "RTX 5090 mma causal d128": (8328, 8400),  # alu 1252, fma 162, issue 1514, mufu 576, shared 1872, tensor 8192
+    "RTX 5090 mma causal d128 dq": (6144, 6168),  # alu 1004, fma 112, issue 1160, mufu 256, shared 2352, tensor 6144
+    "RTX 5090 mma causal d128 dkv": (8386, 8192),  # alu 1532, fma 112, issue 1552, mufu 256, shared 2928, tensor 8192
 }
 """Kernel of tools/sass_clocks.py -> clocks of a step without and with a mask; written by that tool, 2026-11-23, jax 0.11.2."""
 FAMILIES = {"8.0": "A100", "8.9": "L40S", "9.0": "Hopper", "10.0": "B200", "12.0": "RTX 5090"}

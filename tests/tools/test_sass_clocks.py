@@ -44,6 +44,7 @@ def test_units_bound_a_step():
     assert step(*ex2, warps=2) == pytest.approx(2 * 64 * 8)
     assert step(*["-:-:-:Y:01 FMNMX R1, R2, R3, PT"] * 64) == pytest.approx(64 * 2)
     assert step(*["-:-:-:Y:01 FFMA R1, R2, R3, R4"] * 64, card="A100") == pytest.approx(64 * 2)
+    assert step(*["-:-:-:Y:01 F2FP.BF16.F32.PACK_AB R1, R2, R3"] * 64) == pytest.approx(64 * 2)
     assert step(*["-:-:-:Y:06 HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 64, card="A100") == pytest.approx(64 * 8)
     assert step("-:-:-:Y:04 FADD R1, R1, R2", copied=128 * 1000) == 1000
     kept = sass_clocks.simulate(body(*ex2), UNITS["Hopper"], 2)
@@ -62,10 +63,13 @@ def test_products_of_warpgroups_run_beside_the_warp():
     product = ["-:-:-:Y:01 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"] * 7
     product += ["-:-:-:Y:01 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"]
     wait = ["-:-:-:Y:02 WARPGROUP.DEPBAR.LE gsb0, 0x0"]
-    work = ["-:-:-:Y:01 FFMA R1, R2, R3, R4"] * 400
-    assert step(*product, *work, *wait) == pytest.approx(8 * 64 + sass_clocks.LATENCIES["wgmma"], abs=15)
-    assert step(*product, *wait, *work) == pytest.approx(8 * 64 + 400 + sass_clocks.LATENCIES["wgmma"], abs=15)
-    assert step(*product, *wait, *work, warps=2) == pytest.approx(2 * 8 * 64, rel=0.05)
+    work = ["-:-:-:Y:01 FFMA R1, R2, R3, R4"] * 200
+    latency, contention = sass_clocks.LATENCIES["wgmma"], UNITS["Hopper"].contention
+    assert step(*product, *wait, *work) == pytest.approx(8 * 64 + 200 + latency, abs=15)
+    beside = step(*product, *work, *wait)
+    assert beside == pytest.approx(8 * 64 + 200 * contention + latency, abs=15)  # each delays the products
+    both = step(*product, *wait, *work, warps=2)
+    assert both == pytest.approx(2 * (8 * 64 + 200 * contention), rel=0.1)
     from_registers = sass_clocks.unit_of(
         body("-:-:-:Y:01 HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88")[0], UNITS["Hopper"]
     )
