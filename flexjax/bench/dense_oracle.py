@@ -20,8 +20,9 @@ Array = np.ndarray
 Results = dict[str, np.ndarray]
 """float64: out [B, N, T, E]; lse [B, N, T]; dq, dk, dv; dsinks [N] with sinks; dlearned, the gradient of what score_mod reads."""
 
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""The distance of 1 from the next larger number of a dtype."""
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-9, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""The distance of 1 from the next larger number of a dtype. TF32, in which XLA multiplies float32 on a GPU by default, has that of float16;
+twice as much is allowed, because both operands of every product are rounded to it and not only what is drawn here."""
 DRAWS = 4
 """How many times rounding errors are drawn."""
 FEWEST = 64

@@ -132,7 +132,8 @@ def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool
         warnings.simplefilter("always")
         first, second = run_case(name, case, dtype, options, KERNELS if kernels else None)
     notes = sorted({_first_line(w.message) for w in warned if issubclass(w.category, flexjax.FallbackWarning)})  # pyright: ignore[reportArgumentType]
-    want = dense_oracle.with_rounding(first_hour_cases.dense(name, case), dtype)
+    rounding = "tf32" if dtype == "float32" and not kernels else dtype  # XLA's default on a GPU
+    want = dense_oracle.with_rounding(first_hour_cases.dense(name, case), rounding)
     ratio, wrong = dense_oracle.compare(first, want)
     fixed = options.get("deterministic", True)
     differ = [n for n in first if first[n].tobytes() != second[n].tobytes()] if fixed else []

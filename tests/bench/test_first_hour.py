@@ -1,5 +1,6 @@
 """The first-hour suite without a GPU: its oracle, its verdicts, its processes, its report."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -95,6 +96,22 @@ def test_small_errors_of_all_numbers_are_wrong():
     assert "out at (0, 1, 2, 3) is " in dense_oracle.compare({"out": spoiled}, want)[1][-1]
     spoiled[0, 0, 0, 0] = np.nan
     assert dense_oracle.compare({"out": spoiled}, want) == (np.inf, [f"out has 1 NaN of {spoiled.size}"])
+
+
+def test_float32_by_xla_may_be_rounded_to_tf32():
+    """Both operands of each product of dense attention with 13 bits of mantissa cut off are no wrong numbers, with 16 they are."""
+    case = first_hour_cases.small(first_hour_cases.CASES["float32"])
+    dense = first_hour_cases.dense("float32", case)
+    cut = lambda x, bits: (
+        (np.asarray(x, np.float32).view(np.uint32) >> bits << bits).view(np.float32).astype(np.float64)
+    )
+    want = dense_oracle.with_rounding(dense, "tf32")
+    verdicts = []
+    for bits in (13, 17):
+        q, k, v = (cut(x * 1.0001, bits) for x in (dense.q, dense.k, dense.v))
+        got = dense_oracle.attention(dataclasses.replace(dense, q=q, k=k, v=v))
+        verdicts.append(not dense_oracle.compare(got, want)[1])
+    assert verdicts == [True, False]
 
 
 SCRIPT = """
