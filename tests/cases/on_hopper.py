@@ -187,19 +187,24 @@ def backward_problem(
     d_lse: bool = False,
     sinks: bool = False,
     options: KernelOptions | None = None,
+    seed: int = 0,
 ) -> BackwardProblem:
-    """`score(captured, s, b, h, q, kv)`; gradients of `captured` are wanted."""
+    """`score(captured, s, b, h, q, kv)`; gradients of `captured` are wanted. The arrays follow from `seed`, so that they are the same in
+    whatever order tests run.
+    """
+    rng = np.random.default_rng(seed)
+    random = lambda *shape: array(rng.normal(size=shape), jnp.float32)
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
     sizes, scale = (batch, heads, q_len, kv_len), 1 / math.sqrt(dim)
-    draw = lambda t, n, d: normal(batch, t, n, d).astype(dtype)
+    draw = lambda t, n, d: random(batch, t, n, d).astype(dtype)
     query, key, value = (
         draw(q_len, heads, dim),
         draw(kv_len, kv_heads, dim),
         draw(kv_len, kv_heads, value_dim),
     )
     extras = (draw(q_len, heads, extra), draw(kv_len, 1, extra)) if extra else (None, None)
-    d_out, d_row = draw(q_len, heads, value_dim), normal(batch, q_len, heads)
-    sink = normal(heads) if sinks else None
+    d_out, d_row = draw(q_len, heads, value_dim), random(batch, q_len, heads)
+    sink = random(heads) if sinks else None
     on = None
     if mask is not None:
         on = np.asarray(over_all(mask, 0)(*(jnp.arange(n) for n in (1, mask_heads, q_len, kv_len))))
