@@ -181,7 +181,7 @@ def main(arguments: list[str], outcome: Callable[[str, Execution], str], problem
 
 if __name__ == "__main__":
     from tests.backends.mosaic_gpu import test_decode
-    from tests.cases.hopper_forward import FORWARD
+    from tests.backends.mosaic_gpu.test_sm80_forward import TAKEN
 
     DECODES = [DECODE + name for name in (*test_decode.SIMULATED, *test_decode.SLOW, *PAGES)]
-    sys.exit(main(sys.argv[1:], outcome, [*FORWARD, *DECODES]))
+    sys.exit(main(sys.argv[1:], outcome, [*TAKEN, *DECODES]))

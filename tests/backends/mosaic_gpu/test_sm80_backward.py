@@ -18,6 +18,8 @@ from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backw
 from tests.marks import some_slow
 
 CARDS_BY_COPYING = ("8.9", "12.0")
+REFUSED = "columns of two CTAs"
+"""In the names of problems with head dims above 256, which these kernels do not take."""
 SMALL: dict[str, dict[str, typing.Any]] = {
     "grouped heads of odd sizes": {
         "mask": causal, "q_len": 70, "kv_len": 150, "heads": 2, "kv_heads": 1, "dim": 24, "value_dim": 40, "sinks": True,
@@ -71,13 +73,13 @@ def test_small(card: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in BACKWARD if n != "tiles of 64 x 64"])
+@pytest.mark.parametrize("name", [n for n in BACKWARD if n != "tiles of 64 x 64" and REFUSED not in n])
 def test_matches_dense(name: str) -> None:
     check(BACKWARD[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CAPTURED, *BY_PLACES, *PAIR_BIAS])
+@pytest.mark.parametrize("name", [n for n in (*CAPTURED, *BY_PLACES, *PAIR_BIAS) if REFUSED not in n])
 def test_gradients_of_captures(name: str) -> None:
     rows = {**CAPTURED, **BY_PLACES, **{n: case for n, (case, *_) in PAIR_BIAS.items()}}
     check(rows[name])
