@@ -146,7 +146,7 @@ def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
         for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-4)
     # A cache whose last tile reaches past its end: neither padded nor moved nor widened, only sliced.
-    sizes = {"BTNH": (8, 8190, 2, 16), "BNTH": (8, 2, 8190, 16)}
+    sizes = {"BTNH": (8, 32766, 2, 16), "BNTH": (8, 2, 32766, 16)}
     cache = jax.ShapeDtypeStruct(sizes[layout], dtype)
     token = jax.ShapeDtypeStruct((8, 1, 4, 16) if layout == "BTNH" else (8, 4, 1, 16), dtype)
     step = lambda q, k, v, lengths: flexjax.flex_attention(
@@ -273,3 +273,15 @@ def test_diagonals_keep_the_type_of_the_mod(name: str) -> None:
         (got,) = quick_jit(lambda: evaluate(program, XlaTile(region, ()), [frozenset({"q", "kv"})]))()
         want = dense(mask, sizes)
     np.testing.assert_array_equal(np.broadcast_to(got, region.shape), want[:, :, 8:24])
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys"),
+    [((1, 8, 2, 64), 1024), ((1, 32, 8, 128), 256), ((1, 8, 4, 64), 512), ((64, 8, 2, 64), 512), ((64, 64, 1, 8), 256)],
+)
+def test_keys_of_a_visit_of_a_short_call(shape: tuple[int, int, int, int], keys: int) -> None:
+    """By queries, query heads, key heads and head dim, whatever the batch and the length of the cache are."""
+    queries, heads, kv_heads, dim = shape
+    for batch, length in ((1, 4096), (3, 1000)):
+        q, k = jnp.zeros((batch, queries, heads, dim)), jnp.zeros((batch, length, kv_heads, dim))
+        assert tile_sizes.short_keys(prepare(q, k, k).plan) == keys

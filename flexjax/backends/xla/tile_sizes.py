@@ -19,9 +19,12 @@ CPU_CHUNK = 1 << 14
 """Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
 separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
 the time of four at a time."""
-SHORT_QUERIES, SHORT_KEYS = 64, 256
-"""A call on a CPU with at most SHORT_QUERIES queries, such as a step of decoding, is short, and its visits have SHORT_KEYS keys. A visit
-then has one batch entry, so that its arrays stay in the second-level cache and the bits of a row do not depend on the batch."""
+SHORT_QUERIES, SHORT_KEYS = 64, (256, 1024)
+"""A call on a CPU with at most SHORT_QUERIES queries, such as a step of decoding, is short. Its visits have one batch entry, so that the
+bits of a row do not depend on the batch, and so many keys, the least and the most of `short_keys`."""
+SHORT_NUMBERS = 1 << 18
+"""Float32 numbers of keys and values, and of scores, that a visit of a short call may have beyond the least: 1 MB, which stays in the
+second-level cache."""
 ACCELERATOR_TILE = 1 << 27
 """Scores of a tile on other platforms: 512 MB in float32."""
 ROW_STEPS = 4
@@ -92,8 +95,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     all queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most
     all), sets `chunk`; without that option `chunk` is at most MAX_CHUNK and the longest list.
 
-    A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of SHORT_KEYS keys that
-    start at multiples of SHORT_KEYS (whole mask blocks under a block mask), whatever the batch and the lists of others are.
+    A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys that
+    start at multiples of that number (whole mask blocks under a block mask), whatever the batch and the lists of others are.
 
     With keys in pages a tile has one batch entry, and its sizes do not depend on how many entries, pages and keys there are: the
     bits of a request then do not depend on the other requests.
@@ -112,7 +115,7 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         elif not on_cpu:
             most_q, most_kv = ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS
         block_q = min(asked_q or even_block(plan.q_len, max(most_q, 1)), max(plan.q_len, 1))
-        block_kv = SHORT_KEYS if short else even_block(plan.kv_len, max(most_kv, 1))
+        block_kv = short_keys(plan) if short else even_block(plan.kv_len, max(most_kv, 1))
         block_kv = min(asked_kv or block_kv, max(plan.kv_len, 1))
         if plan.page:  # the same for all numbers of pages, so that bits are
             block_kv = whole_pages(plan.page, asked_kv or DENSE_KEYS)
@@ -144,7 +147,7 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     together = widest if on_cpu else -(-widest // ROW_STEPS)
     chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if has_lists else 1
     if has_lists and short:
-        chunk = max(1, min(SHORT_KEYS // block_kv, -(-plan.kv_len // block_kv)))
+        chunk = max(1, min(short_keys(plan) // block_kv, -(-plan.kv_len // block_kv)))
     if has_lists and plan.page:
         chunk = max(1, min(most // (area * heads), PAGED_CHUNK))
     if has_lists and asked_kv:
@@ -167,6 +170,20 @@ def is_short(plan: KernelPlan, target: Target) -> bool:
     values. False for keys in pages, which have tile sizes of their own.
     """
     return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES and not plan.page
+
+
+def short_keys(plan: KernelPlan) -> int:
+    """Keys of a visit of a short call: a power of two in the range SHORT_KEYS, the largest for which SHORT_NUMBERS hold, else the least.
+
+    It follows from heads, head dims and queries alone. A visit takes some microseconds whatever its size, so few large ones are faster
+    at full lengths; one token and 4096 keys of two heads take 0.4 to 0.7 of the time of visits of 256.
+    """
+    least, most = SHORT_KEYS
+    numbers = max(plan.kv_heads * (plan.head_dim + plan.value_dim), plan.q_heads * plan.q_len, 1)
+    keys = most
+    while keys > least and keys * numbers > SHORT_NUMBERS:
+        keys //= 2
+    return keys
 
 
 def scores_of(plan: KernelPlan) -> int:
