@@ -134,11 +134,12 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
     if layout == "BNTH" and query.ndim == key.ndim == 4:
         query, key = query.swapaxes(1, 2), key.swapaxes(1, 2)
-    if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1) or query.shape[3] != key.shape[3]:
+    fits = query.ndim == key.ndim == 4 and key.shape[0] in (1, query.shape[0]) and query.shape[3] == key.shape[3]
+    if not fits or query.shape[2] % max(key.shape[2], 1):
         raise bad_argument(
             "query",
             f"of shape {query.shape} beside a key of shape {key.shape}",
-            "[B, T, N, D] and [B, S, M, D], M divides N",
+            "[B, T, N, D] and [B, S, M, D] or [1, S, M, D], M divides N",
             'Pass layout="BNTH" for [B, N, T, D] and [B, M, S, D].',
         )
     count = query.shape[2]

@@ -114,6 +114,17 @@ def test_heads_before_tokens_and_unnamed_masks():
         visualize.scores(Q.swapaxes(1, 2)[:, :3], K.swapaxes(1, 2)[:, :, :5])
 
 
+def test_a_batch_of_keys_that_does_not_fit_is_refused():
+    three = jnp.concatenate([K[:1]] * 3)
+    message = (
+        f"`query` is of shape {Q.shape} beside a key of shape {three.shape}; expected [B, T, N, D] and [B, S, M, D] or [1, S, M, D], M "
+        'divides N. Pass layout="BNTH" for [B, N, T, D] and [B, M, S, D].'
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        visualize.scores(Q, three)
+    assert visualize.scores(Q, K[:1]) is not None
+
+
 def test_a_mod_is_traced_once_for_all_heads_and_rows():
     traced = []
 
