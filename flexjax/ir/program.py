@@ -39,7 +39,7 @@ class Lit:
     dtype   a numpy dtype name ("bfloat16" included)
     """
 
-    value: typing.Any  # bool, int, float or complex, as dtype says
+    value: typing.Any
     dtype: str
 
     def __str__(self) -> str:
@@ -278,11 +278,8 @@ def range_of_val(atom: Atom) -> tuple[int, int] | None:
 
 
 def _param_text(params: tuple[tuple[str, object], ...]) -> str:
-    """The static parameters of an Op as text.
-
-    params   (name, value) of each parameter
-
-    Returns "[name=value name=value]" without the parameters that are None; "" if no other is left.
+    """The static parameters `params` of an Op, (name, value) each, as text: "[name=value name=value]" without the parameters that
+    are None; "" if no other is left.
     """
     kept = [f"{k}={v}" for k, v in params if v is not None]
     return "[" + " ".join(kept) + "]" if kept else ""

@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -193,11 +194,9 @@ def main() -> int:
     from flexjax.bench.suites import SUITES
 
     processes: list[Any] = []
-    for more in (
-        ()
-        if args.no_torch
-        else ({}, {MMA_SYNC: "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp/mma", "TRITON_CACHE_DIR": "/tmp/mma/t"})
-    ):
+    caches = tempfile.mkdtemp()  # of the process whose code is compiled for mma.sync
+    apart = {MMA_SYNC: "1", "TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": os.path.join(caches, "triton")}
+    for more in () if args.no_torch else ({}, apart):
         command, given = [sys.executable, __file__, "--serve-torch"], {**os.environ, **more}
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given))
     named, wrong, began = {p.name: p for p in SUITES["gpu"]}, 0, time.perf_counter()

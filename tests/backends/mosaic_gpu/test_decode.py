@@ -382,6 +382,11 @@ def ragged(
 @needs_kernels
 def test_bits_depend_on_the_request_alone() -> None:
     """A batch entry alone, and among others, in a longer buffer, in pages."""
+    assert_bits_of_a_request(run)
+
+
+def assert_bits_of_a_request(run: typing.Callable[..., Results]) -> None:
+    """A batch entry of `ragged` has the same bits alone, and among others in a longer buffer, in pages; `run` as the function here."""
     found = []
     for entries, buffer, page, programs in (([2], 240, 0, 2), ([0, 1, 2], 480, 16, 5)):
         got = run(*ragged(entries, buffer, page), programs=programs)

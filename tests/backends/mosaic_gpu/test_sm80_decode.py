@@ -1,6 +1,7 @@
 """The decode kernel on mma.sync: which calls it runs, its results in the simulator, and bits that depend on nothing else."""
 
 import dataclasses
+import functools
 import itertools
 import typing
 
@@ -16,7 +17,14 @@ from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from tests.backends.mosaic_gpu import test_pages
-from tests.backends.mosaic_gpu.test_decode import SIMULATED, SLOW, assert_ragged_close, problem, ragged
+from tests.backends.mosaic_gpu.test_decode import (
+    SIMULATED,
+    SLOW,
+    assert_bits_of_a_request,
+    assert_ragged_close,
+    problem,
+    ragged,
+)
 from tests.backends.mosaic_gpu.test_pages import QUANTISED, check_quantised
 from tests.cases.on_hopper import assert_results_close
 from tests.marks import some_slow
@@ -46,17 +54,7 @@ def test_matches_dense(name: str, card: str, races: list) -> None:
 @pytest.mark.parametrize("card", ["8.0", "8.9", "12.0"])
 def test_bits_depend_on_the_request_alone(card: str) -> None:
     """A batch entry alone, and among others, in a longer buffer, in pages."""
-    found = []
-    for entries, buffer, page, programs in (([2], 240, 0, 2), ([0, 1, 2], 480, 16, 5)):
-        got = run(*ragged(entries, buffer, page), card, programs=programs)
-        assert np.isfinite(np.asarray(got.out.astype(jnp.float32))).all()
-        found.append((np.asarray(got.out.astype(jnp.float32))[-1], np.asarray(got.lse)[-1]))
-    for alone, among in zip(*found, strict=True):
-        np.testing.assert_array_equal(alone, among)
-    out, lse = found[0]
-    assert (out[0] != 0).any()
-    assert (out[1] == 0).all()
-    assert np.isneginf(lse[1]).all()
+    assert_bits_of_a_request(functools.partial(run, card=card))
 
 
 @pytest.mark.slow
