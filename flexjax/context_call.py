@@ -5,7 +5,6 @@ build       checks and plans it: traces the mask for the whole sequence, and cho
 place       the first step of `build`: finds the mesh, the layout and how the arrays lie
 """
 
-import contextlib
 import dataclasses
 import typing
 from collections.abc import Sequence
@@ -18,14 +17,13 @@ from jax.sharding import AxisType
 
 from flexjax import dispatch
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.build import trace_placed_mask
-from flexjax.block_mask.parts import BROADCAST
-from flexjax.check_arguments import both_masks, check_block_mask
+from flexjax.check_arguments import both_masks
 from flexjax.combine import and_masks
 from flexjax.context_lengths import ExistingRows
+from flexjax.context_mask import eager_if_known, mask_of_whole, trace_mask
 from flexjax.context_primitives import run
 from flexjax.errors import bad_argument
-from flexjax.ir.origin import OriginTable, agree, table_of, table_of_runs
+from flexjax.ir.origin import OriginTable, table_of, table_of_runs
 from flexjax.parallel import context_axes
 from flexjax.parallel.context_layout import ContextLayout
 from flexjax.parallel.context_lists import KnownLists, known_lists
@@ -47,8 +45,6 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
 from flexjax.prepare import Call, prepare
-from flexjax.trace.lift_numpy import eager_without_mesh
-from flexjax.trace.trace_mod import TracedMod
 from flexjax.types import ArrayArgument, AuxRequest, MaskMod, Origin
 
 Array = jax.Array
@@ -272,22 +268,21 @@ def _planned(
     lengths = (layout.q_len, layout.kv_len)
     classes = known = None
     if mask is not None:
-        of_whole = _mask_of_whole(mask, plan, lengths, placed.origin)
+        of_whole = mask_of_whole(mask, plan, lengths, placed.origin)
         if existing is not None and mask.from_user_lists:
             raise NotImplementedError(
                 "A call with context= takes no lengths beside a block mask from user lists (BlockMask.from_kv_blocks), whose full blocks "
                 "no mask cuts. Hide tokens past a length with mask_mod, or pass lists without them."
             )
-        traced_lists = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask))
-        with contextlib.nullcontext() if traced_lists else eager_without_mesh():
-            mask_mod = of_whole
+        mask_mod = of_whole
+        with eager_if_known(mask):
             classes = classes_of_lists(mask, *layout.block_size) if mask.from_user_lists else None
-        if classes is not None and not traced_lists:
+        if classes is not None and not isinstance(classes, core.Tracer):
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
     if existing is not None:
         exists = existing.mask_mod(placed.origin)
         mask_mod = exists if mask_mod is None else and_masks(exists, mask_mod)
-    traced = _trace(mask_mod, lengths, plan, placed.origin)
+    traced = trace_mask(mask_mod, lengths, plan, placed.origin)
     own = plan if placed.split is None else _share(plan, placed.split)
     decision = decide(placed.context, layout, own, traced, (plan.batch, plan.q_heads), known)
     rounds = decision.rounds
@@ -335,36 +330,6 @@ def _origin_with(mask: object, given: Origin | OriginTable | None) -> Origin | O
     return own if given is None else given
 
 
-def _mask_of_whole(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int], origin: OriginTable) -> MaskMod:
-    """The mask of a block mask as a function of indices of the whole problem.
-
-    A block mask counts batch entries and heads from 0 in the arrays of the call; `origin`, that of the call, says where these lie. The
-    sizes that the mask must have are the batch and heads of `plan` and `lengths`, those of the queries and keys of the whole sequence.
-
-    Raises ValueError for a block mask of other sizes, of another origin, or of its own batch entries or heads without one.
-    """
-    counts: typing.Any = dataclasses.replace(plan, q_len=lengths[0], kv_len=lengths[1])
-    check_block_mask(mask, counts, plan.layout)
-    if mask.origin is not None and not agree(
-        mask.origin, OriginTable(origin.batch, origin.head, None, None, mask.origin.whole)
-    ):
-        raise bad_argument(
-            "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
-        )
-    # lists alone count from 0 in the arrays of the call
-    inputs = () if mask.program is None else mask.program.inputs[1:3]
-    for known, count, shift in zip(inputs, mask.shape, (origin.batch, origin.head), strict=False):
-        one_for_all = count == 1 and known.high == BROADCAST - 1
-        if mask.origin is None and shift is not None and not one_for_all:
-            raise bad_argument(
-                "block_mask", "made without an origin beside `origin`", "one made with the same origin",
-                "Pass origin= to create_block_mask too.",
-            )  # fmt: skip
-    own, batch, head = mask.mask_mod, origin.batch, origin.head
-    less = lambda index, first: index if first is None else index - first
-    return lambda b, h, q_idx, kv_idx: own(less(b, batch), less(h, head), q_idx, kv_idx)
-
-
 def _share(plan: KernelPlan, split: Split) -> KernelPlan:
     """The plan with the numbers of batch entries and heads that one device has if `split` divides them."""
     batch, heads = split.count(split.batch), split.count(split.heads)
@@ -375,26 +340,3 @@ def _share(plan: KernelPlan, split: Split) -> KernelPlan:
         kv_heads=max(1, plan.kv_heads // heads),
         extra_heads=plan.extra_heads and max(1, plan.extra_heads // heads),
     )
-
-
-def _trace(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelPlan, origin: OriginTable) -> TracedMod:
-    """The mask of the whole sequence, traced. Where the last block reaches past an end of the sequence, the mask hides what lies past it.
-
-    mask_mod   of the call; None: nothing else is hidden
-    lengths    of the queries and keys of the sequence
-    plan       the plan of the call, for its sizes
-    origin     from `_origin`
-    """
-
-    def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query and the key lie before the end of the sequence, along the axes whose last block reaches past it."""
-        on = jnp.asarray(True)
-        if origin.whole[2] > lengths[0]:
-            on = on & (q_idx < lengths[0])
-        return on & (kv_idx < lengths[1]) if origin.whole[3] > lengths[1] else on
-
-    sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-    ends = origin.whole[2:] != lengths
-    if mask_mod is None:
-        return trace_placed_mask(inside, sizes, origin)
-    return trace_placed_mask(and_masks(inside, mask_mod) if ends else mask_mod, sizes, origin)

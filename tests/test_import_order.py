@@ -18,6 +18,7 @@ ORDER = (
         "attention",
         "context_call",
         "context_lengths",
+        "context_mask",
         "context_primitives",
         "explain_context",
         "explain_work",

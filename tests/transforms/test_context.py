@@ -227,6 +227,21 @@ def test_rows_that_visit_received_keys_are_computed_once(monkeypatch: pytest.Mon
 
 
 @needs_two
+def test_block_lists_that_are_made_under_jit_are_known() -> None:
+    """The program has the rounds that the lists need, and no ring beside them for blocks that these rounds may lack."""
+    made = flexjax.create_block_mask(masks.causal, None, None, T, T, block_size=4)
+    lists = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+
+    def call(q: jax.Array) -> jax.Array:
+        mask = flexjax.BlockMask.from_kv_blocks(*lists, block_size=4, mask_mod=masks.causal, q_len=T, kv_len=T)
+        return flexjax.flex_attention(q, q, q, block_mask=mask, context=ContextParallel("sp", LAYOUT, "neighbours"))
+
+    split = jax.jit(jax.shard_map(call, mesh=two(), in_specs=P(None, "sp"), out_specs=P(None, "sp")))
+    text = split.lower(jax.ShapeDtypeStruct((1, T, N, D), jnp.float32)).as_text()
+    assert text.count("stablehlo.collective_permute") == 1  # keys and values in one message
+
+
+@needs_two
 def test_explain_says_what_a_device_receives_and_computes() -> None:
     window = flexjax.and_masks(masks.causal, masks.sliding_window(7))
     layout = flexjax.context_layout(window, 64, devices=2, block_size=4)
