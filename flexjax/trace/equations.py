@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
-from flexjax.trace.translation import ClosedScope, Equation, Typed, Variable
+from flexjax.trace.translation import Equation, Typed, Variable
 from flexjax.trace.values import Value
 
 
@@ -97,15 +97,21 @@ def equation_text(eqn: Equation) -> str:
 
 
 def nested_consts(params: Sequence[object]) -> list[object]:
-    """The values of the constants of every jaxpr among the parameters `params` of an equation, and of the jaxprs inside those."""
+    """The values of all constants inside an equation, by which `equation_text` tells apart equations whose jaxprs print alike.
+
+    params   the values of the equation's parameters; tuples and lists are searched, and what is no jaxpr is skipped
+
+    They are those of every jaxpr among the parameters, and of every jaxpr in the equations of one of these, in the order found; an array
+    that several jaxprs hold comes several times. Arrays that are literals of an equation are not among them.
+    """
     found: list[object] = []
     for param in params:
         if isinstance(param, tuple | list):
             found += nested_consts(param)
-        elif hasattr(param, "consts") and hasattr(param, "jaxpr"):
-            closed = cast(ClosedScope, param)
-            found += list(closed.consts)
-            for eqn in cast(Sequence[Equation], closed.jaxpr.eqns):
+        elif hasattr(param, "eqns") or hasattr(param, "consts"):
+            found += list(getattr(param, "consts", ()))
+            # before jax 0.11 the jaxpr of a jax.checkpoint has no constants of its own, and those inside have
+            for eqn in cast(Sequence[Equation], getattr(param, "jaxpr", param).eqns):
                 found += nested_consts(tuple(eqn.params.values()))
     return found
 

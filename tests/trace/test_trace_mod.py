@@ -286,6 +286,20 @@ def test_another_program_is_another_key(other: object) -> None:
     assert trace_score_mod(make(1.0), SIZES).program != trace_score_mod(other, SIZES).program
 
 
+def deep(first: float) -> Callable:
+    """A score_mod whose array is read by a jitted function, inside a checkpoint, inside a loop of unknown length."""
+    table = jnp.array([first, 2.0])
+    added = jax.checkpoint(jax.jit(lambda x: x + table[0]))
+    return lambda s, b, h, q, k: lax.while_loop(lambda c: c[0] < q, lambda c: (c[0] + 1, added(c[1])), (0, s))[1]
+
+
+def test_arrays_deep_inside_a_loop_are_a_part_of_the_key() -> None:
+    """Or belong to the program as captured arrays: two such mods are not taken for one another."""
+    one, two = (trace_score_mod(deep(first), SIZES) for first in (1.0, -5.0))
+    same = one.program == two.program and len(one.arrays) == len(two.arrays)
+    assert not (same and all(np.array_equal(a, b) for a, b in zip(one.arrays, two.arrays, strict=True)))
+
+
 def test_other_sizes_are_another_key() -> None:
     assert trace_mask_mod(masks.causal, SIZES).program != trace_mask_mod(masks.causal, (2, 3, 9, 8)).program
 
