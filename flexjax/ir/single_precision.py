@@ -34,18 +34,25 @@ def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | No
     programs   of one score_mod, whose score is float32: its program, and its derivative program if it has one. They have the
                same captured arrays
 
-    They stay if no step of theirs gives float64; if one gives complex128 or is a Call; if a step of the score_mod's own program
-    compares, rounds to integers or reinterprets float64 values (`_may_round`); and if a float64 literal is neither a normal
-    number of float32 nor 0, infinite or NaN (`_fits`).
+    They stay if no step of theirs gives float64; if one gives complex128 or is a Call; if a step makes float64 of other bits
+    (`_is_bits`); if a step of the score_mod's own program compares, rounds to integers or reinterprets float64 values
+    (`_may_round`); and if a float64 literal is neither a normal number of float32 nor 0, infinite or NaN (`_fits`).
     """
     dtypes = {out.dtype for p in programs for step in p.steps for out in step.outs}
     if "float64" not in dtypes or "complex128" in dtypes or any(p.calls for p in programs):
+        return None
+    if any(_is_bits(step) for p in programs for step in p.steps):
         return None
     if not all(_may_round(step) for step in programs[0].steps) or not all(
         map(_fits, itertools.chain(*map(walk_atoms, programs)))
     ):
         return None
     return tuple(map(_rounded, programs))
+
+
+def _is_bits(step: Step) -> bool:
+    """Whether a step reinterprets the bits of another dtype as float64; float32 has another number of them."""
+    return isinstance(step, Op) and step.prim == "bitcast_convert_type" and step.out.dtype == "float64"
 
 
 def _may_round(step: Step) -> bool:

@@ -53,6 +53,8 @@ KEPT: dict[str, typing.Callable] = {
     "a rounding": lambda s, b, h, q, k: s + jnp.floor(jnp.asarray(PAIR)[q, k]),
     "as an index": lambda s, b, h, q, k: s + jnp.asarray(SLOPES, jnp.float32)[jnp.asarray(PAIR)[q, k].astype(jnp.int32) % 2],
     "a number beyond float32": lambda s, b, h, q, k: s + jnp.where(q >= k, 0.0, np.finfo(np.float64).min),
+    "bits of an integer": lambda s, b, h, q, k: s
+    + jax.lax.bitcast_convert_type(k.astype(jnp.int64) + 0x3FF0000000000000, jnp.float64),
     "a loop": lambda s, b, h, q, k: jax.lax.while_loop(lambda x: x > 9.0, lambda x: x / 2, s.astype(jnp.float64)),
 }  # fmt: skip
 
