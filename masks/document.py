@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
-from flexjax.mod_tools.factory_arguments import integer_array
+from flexjax.mod_tools.factory_arguments import integer_array, position_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 MOST_TRACED = 256
@@ -100,15 +100,15 @@ def _offsets_of_lengths(lengths: ArrayLike | None) -> Array:
     """
     assert lengths is not None
     shapes = {1: "[n]", 2: "[B, n]"}
-    counted = integer_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
-    return jnp.pad(jnp.cumsum(counted, axis=-1), [(0, 0)] * (counted.ndim - 1) + [(1, 0)]).astype(jnp.int32)
+    counted = position_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
+    return jnp.pad(jnp.cumsum(counted, axis=-1, dtype=jnp.int32), [(0, 0)] * (counted.ndim - 1) + [(1, 0)])
 
 
 def _checked_offsets(offsets: ArrayLike) -> Array:
     """The user's offsets as an int32 array; raises ValueError if they are not an integer array of one or two axes."""
     shapes = {1: "[n + 1]", 2: "[B, n + 1]"}
     advice = "Pass where each document starts, and where the last one ends."
-    return integer_array("document", "offsets", offsets, shapes, advice).astype(jnp.int32)
+    return position_array("document", "offsets", offsets, shapes, advice)
 
 
 def _of_offsets(offsets: Array) -> MaskMod:

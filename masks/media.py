@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
-from flexjax.mod_tools.factory_arguments import bool_array, integer, integer_array
+from flexjax.mod_tools.factory_arguments import bool_array, integer, position_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -87,7 +87,7 @@ def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     """
     call = "media_intervals"
     advice = "Pass the first text token and one past the last for each medium."
-    spans = integer_array(call, "intervals", intervals, {2: "[M, 2]", 3: "[B, M, 2]"}, advice).astype(jnp.int32)
+    spans = position_array(call, "intervals", intervals, {2: "[M, 2]", 3: "[B, M, 2]"}, advice)
     if spans.shape[-1] != 2:
         wanted = "[M, 2] or [B, M, 2]"
         raise ValueError(f"`{call}`: `intervals` has shape {spans.shape}; expected {wanted}. {advice}")

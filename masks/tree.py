@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at, value_at
 from flexjax.mod_tools.eager_factories import eager
-from flexjax.mod_tools.factory_arguments import integer_array, integer_or_vector
+from flexjax.mod_tools.factory_arguments import integer_or_vector, position_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -42,7 +42,7 @@ def tree(parents: ArrayLike, context: ArrayLike = 0, *, queries_follow_context: 
         # # . # . . # #
     """
     advice = "Pass the parent of each node, -1 for a root."
-    above = integer_array("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
+    above = position_array("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice)
     _check_order(parents)
     before = integer_or_vector("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
     enter, leave = _intervals(above) if above.ndim == 1 else jax.vmap(_intervals)(above)

@@ -11,11 +11,12 @@ import operator
 from collections.abc import Sequence
 from typing import SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 LARGEST = 2**31 - 1
 """The largest position that int32 represents."""
@@ -46,7 +47,7 @@ def integer_or_vector(call: str, name: str, value: ArrayLike, axis: str, least: 
     """
     if isinstance(value, int | np.integer):
         return integer(call, name, value, least, advice)
-    return integer_array(call, name, value, {0: "[]", 1: axis}, advice).astype(jnp.int32)
+    return position_array(call, name, value, {0: "[]", 1: axis}, advice)
 
 
 def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...], advice: str) -> tuple[int, ...]:
@@ -68,6 +69,41 @@ def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str]
     It has the integer type that jax gives it, but int32 where that is int64 and the numbers are known and fit: kernels compute in 32
     bits. Numbers that the type does not hold are refused too.
     """
+    array, ends = _integers(call, name, value, shapes, advice)
+    if ends is not None:
+        if array.dtype == jnp.int64 and _hold(jnp.int32, ends):
+            array = array.astype(jnp.int32)
+        elif not _hold(array.dtype, ends):
+            raise ValueError(
+                f"`{call}`: `{name}` has numbers from {ends[0]} to {ends[1]}; expected numbers that {array.dtype} holds. Number them "
+                f"anew, as np.unique({name}, return_inverse=True)[1] does, the same in all arrays that are compared, or turn on "
+                "jax_enable_x64."
+            )
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def position_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """Returns `value` as a non-empty int32 array whose rank is a key of `shapes`: positions or numbers of tokens; else raises ValueError.
+
+    Numbers that int32 does not hold are refused where they are known; those of a traced array wrap around.
+    """
+    array, ends = _integers(call, name, value, shapes, advice)
+    if ends is not None and not _hold(jnp.int32, ends):
+        raise ValueError(
+            f"`{call}`: `{name}` has numbers from {ends[0]} to {ends[1]}; expected numbers that int32 holds, as positions are. {advice}"
+        )
+    return _of_rank(call, name, array, shapes, advice).astype(jnp.int32)
+
+
+def _integers(
+    call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str
+) -> tuple[Array, tuple[int, int] | None]:
+    """(`value` as an integer array of the type that jax gives it, its smallest and largest number). Raises ValueError for what is no array
+    of integers; the rank is not checked.
+
+    The second is None for an array that is empty, traced or of other processes, and for a jax array of a type that int32 covers,
+    which is not read.
+    """
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -77,18 +113,21 @@ def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str]
         ) from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
-    if array.size and (not isinstance(value, Array) or (array.dtype == jnp.int64 and not isinstance(value, Tracer))):
-        given, info = np.asarray(value), jnp.iinfo(array.dtype)
-        low, high = int(given.min()), int(given.max())
-        if jnp.iinfo(jnp.int32).min <= low and high <= jnp.iinfo(jnp.int32).max:
-            array = array.astype(jnp.int32) if array.dtype == jnp.int64 else array
-        if low < info.min or high > info.max:
-            raise ValueError(
-                f"`{call}`: `{name}` has numbers from {low} to {high}; expected numbers that {array.dtype} holds. Number them "
-                f"anew, as np.unique({name}, return_inverse=True)[1] does, the same in all arrays that are compared, or turn on "
-                "jax_enable_x64."
-            )
-    return _of_rank(call, name, array, shapes, advice)
+    covered = isinstance(value, Array) and np.can_cast(array.dtype, np.int32)
+    known = all(
+        not isinstance(x, Tracer) and (not isinstance(x, Array) or x.is_fully_addressable)
+        for x in jax.tree.leaves(value)
+    )
+    if covered or not known or not array.size:
+        return array, None
+    given = np.asarray(value)
+    return array, (int(given.min()), int(given.max()))
+
+
+def _hold(dtype: DTypeLike, ends: tuple[int, int]) -> bool:
+    """Whether an integer dtype holds all numbers from ends[0] to ends[1]."""
+    info = jnp.iinfo(dtype)
+    return int(info.min) <= ends[0] and ends[1] <= int(info.max)
 
 
 def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:

@@ -649,6 +649,16 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "`causal_offset`: `offset` is True; expected an int. Pass one int, or one per batch entry.",
     ),
     (
+        lambda: masks.sliding_window(np.asarray([8, 3_000_000_000], np.uint32)),
+        "`sliding_window`: `window` has numbers from 8 to 3000000000; expected numbers that int32 holds, as positions are. "
+        "A query sees `window` keys, itself included; pass one int, or one per head.",
+    ),
+    (
+        lambda: masks.document(offsets=np.asarray([0, 2**32 + 4])),
+        "`document`: `offsets` has numbers from 0 to 4294967300; expected numbers that int32 holds, as positions are. "
+        "Pass where each document starts, and where the last one ends.",
+    ),
+    (
         lambda: masks.sliding_window(True),
         "`sliding_window`: `window` is True; expected an int of at least 1. "
         "A query sees `window` keys, itself included; pass one int, or one per head.",
@@ -842,6 +852,23 @@ def test_traced_offsets_of_many_documents_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         jax.eval_shape(lambda n: masks.document(lengths=n) and n, jnp.ones(300, int))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_lengths_of_documents_are_summed_in_int32(dtype: str) -> None:
+    mask = masks.document(lengths=np.asarray([100, 100, 56], dtype))
+    same = np.arange(256)[:, None] // 100 == np.arange(256) // 100
+    np.testing.assert_array_equal(np.asarray(mask(0, 0, *np.ogrid[:256, :256])), same)
+
+
+def test_numbers_beyond_int32_are_refused_under_x64_too() -> None:
+    with jax.enable_x64(True), pytest.raises(ValueError, match="expected numbers that int32 holds, as positions are"):
+        masks.sliding_window(np.asarray([2**33 + 3]))
+
+
+def test_a_list_of_traced_numbers_is_an_array() -> None:
+    given = jax.jit(lambda n: masks.document(lengths=[n, 3])(0, 0, *np.ogrid[:7, :7]))(4)
+    np.testing.assert_array_equal(np.asarray(given), (np.arange(7)[:, None] < 4) == (np.arange(7) < 4))
 
 
 @pytest.mark.parametrize("traced", [False, True])
