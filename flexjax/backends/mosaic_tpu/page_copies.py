@@ -234,7 +234,8 @@ class PageCopies:
 
 def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.Array, jax.Array] | None:
     """(scales of the keys, scales of the values) of the columns of a quantised plan with joined heads, float32 [B, 1, columns]:
-    one number for each column, 0 where no key exists; padded with 0 to whole tiles. None for plans that are not quantised.
+    one number for each column, 0 where no key exists; padded with 0 to whole tiles. None for plans that are not quantised. With scales of
+    pages, those of a page number that is not in the pool are 0 too: they multiply zeros, and the scale of a free page may be NaN.
 
     tile   columns of a tile
     """
@@ -252,7 +253,7 @@ def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.
         if scale.ndim == 1:
             by_page = jnp.broadcast_to(scale, (*pages.shape, heads))
         else:
-            by_page = scale[jnp.where(inside, pages, 0)]
+            by_page = jnp.where(inside[..., None], scale[jnp.where(inside, pages, 0)], 0.0)
         # A product, because XLA would store the scales of each token apart, heads padded to 128 lanes. It is exact: one factor is 1.
         by_column = jnp.einsum("bnm,mc->bnc", by_page, of_head.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         found = jnp.where(exists, by_column.reshape(exists.shape), 0.0)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 import typing
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flexjax
 from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
+from flexjax.backends.mosaic_tpu.page_copies import column_scales
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.call_arguments import DEFAULTS
@@ -169,6 +171,24 @@ def test_quantised_pages(stored: str, dtype: str, given: bool, queries: int) -> 
     assert_same(got, want, 2e-5 if dtype == "float32" else 0.03)
     alone = dataclasses.replace(table, pages=table.pages[:1], lengths=table.lengths[:1])
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), got, attend(q[:1], cache, alone))
+
+
+def test_scales_of_a_page_that_is_in_no_pool_are_zero() -> None:
+    """The scales of the pages in the pool that are free are NaN, and 0 times NaN is NaN."""
+    heads, page, pool = 4, 8, 3
+    scale = jnp.full((pool, heads), jnp.nan).at[1].set(jnp.arange(1.0, 5.0))
+    plan: typing.Any = types.SimpleNamespace(page=page * heads, kv_len=3 * page * heads)
+    operands: typing.Any = types.SimpleNamespace(
+        scales=(scale, 2 * scale),
+        pages=jnp.asarray([[HOLE, 1, 2**31 - 1]]),
+        lengths=types.SimpleNamespace(key=jnp.asarray([3 * page * heads])),
+        key=jnp.zeros((pool, page, heads, D), "int8"),
+    )
+    found = column_scales(plan, operands, 128)
+    assert found is not None
+    wanted = np.concatenate([np.zeros(32), np.tile(np.arange(1.0, 5.0), page), np.zeros(64)])
+    np.testing.assert_array_equal(np.asarray(found[0]), wanted[None, None])
+    np.testing.assert_array_equal(np.asarray(found[1]), 2 * wanted[None, None])
 
 
 def test_bits_of_a_request_are_its_own() -> None:
