@@ -202,9 +202,14 @@ def _from_rows(x: jax.Array) -> jax.Array:
     return parts.transpose(2, 0, 4, 1, 3, 5).reshape(WARPS, -1, x.shape[1])
 
 
-def _numbers(stored: jax.Array, dtype: str) -> jax.Array:
-    """float32 of the bytes of a tile."""
-    return (stored if dtype == "int8" else lax.bitcast_convert_type(stored, jnp.dtype(dtype))).astype(jnp.float32)
+def numbers_of_bytes(stored: jax.Array, dtype: str) -> jax.Array:
+    """float32 of the bytes of a tile, for the simulator: what decode_fragments.widened gives. So the two patterns of float8_e4m3fn that
+    are no numbers are 480 and -480, and what a page holds past a length is finite.
+    """
+    if dtype == "int8":
+        return stored.astype(jnp.float32)
+    found = lax.bitcast_convert_type(stored, jnp.dtype(dtype)).astype(jnp.float32)
+    return jnp.where(jnp.isnan(found), jnp.where(stored < 0, np.float32(-480), np.float32(480)), found)
 
 
 def by_warp(x: jax.Array) -> jax.Array:
@@ -244,7 +249,7 @@ def byte_scores(keys: Ref, queries: jax.Array, columns: int, stored: str, dtype:
     block_kv, head_dim = keys.shape
     shape = (block_kv, columns)
     if interpret:
-        return _numbers(keys[...], stored) @ queries.astype(jnp.float32).T
+        return numbers_of_bytes(keys[...], stored) @ queries.astype(jnp.float32).T
 
     @inline_mgpu(plgpu.RefType(SWIZZLED_BYTES), TILE, returns=_struct(shape))
     def multiply(memory: ir.Value, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -316,7 +321,7 @@ def add_byte_values(
     columns = shape[1]
     if interpret:
         rounded = by_warp(weights.astype(dtype).astype(jnp.float32))
-        new = jnp.einsum("bwkc,bwkd->wdc", rounded, by_warp(_numbers(values[...], stored)))
+        new = jnp.einsum("bwkc,bwkd->wdc", rounded, by_warp(numbers_of_bytes(values[...], stored)))
         before = _from_rows(out) * factor.reshape(WARPS, 16, columns)[:, :1]
         return _to_rows(before + new)
 

@@ -11,13 +11,11 @@ Widening is bit arithmetic on two numbers in 32 bits, because the converting ins
     float8 -> bfloat16    exponent and mantissa moved to where the wider ones are, times 2^120, the difference of the exponents' biases
     float8 -> float16     the same with 2^8
 
-The two patterns of float8_e4m3fn that are no numbers come out as 480 and -480; `append` stores none.
+The two patterns of float8_e4m3fn that are no numbers come out as 480 and -480; `append` stores them for tokens that are NaN alone.
 """
 
 import typing
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu import decode_fragments
 from flexjax.backends.mosaic_gpu.allocation import swizzled
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps
+from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps, numbers_of_bytes
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
 
 THREADS = 128
@@ -46,8 +44,7 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
     """
     rows, columns = source.shape
     if interpret:
-        found = source[...]
-        target[...] = (found if stored == "int8" else lax.bitcast_convert_type(found, jnp.dtype(stored))).astype(dtype)
+        target[...] = numbers_of_bytes(source[...], stored).astype(dtype)
         return
 
     @inline_mgpu(plgpu.RefType(), plgpu.RefType(SWIZZLE))

@@ -74,7 +74,8 @@ def check_ragged(interpret: bool) -> None:
 
 
 def check_quantised(stored: str, dtype: str, given: bool, dim: int, queries: int, interpret: bool) -> None:
-    """8-bit pages of value dim 128, with scales by page and head or given ones; NaN scales of free pages.
+    """8-bit pages of value dim 128, with scales by page and head or given ones; NaN scales of free pages, and NaN in the slots of float8
+    pages that hold no token.
 
     queries   of a request: few of them at head dim 128 are multiplied with bytes straight from registers
     """
@@ -84,6 +85,8 @@ def check_quantised(stored: str, dtype: str, given: bool, dim: int, queries: int
     table, _ = paged.allocate(paged.table(3, columns, 2 * columns, page), lengths)
     scales = (jnp.full(M, 0.04), jnp.full(M, 0.03)) if given else None
     cache = paged.empty(2 * columns, page, M, dim, E=128, dtype=stored, scales=scales)
+    if stored != "int8":
+        cache = dataclasses.replace(cache, **{x: jnp.full_like(getattr(cache, x), jnp.nan) for x in ("key", "value")})
     tokens = draw(0, 3, most, M, dim), draw(1, 3, most, M, 128)
     cache, table = quick_jit(paged.append)(cache, table, *tokens, query_seq_lengths=lengths)
     if not given:
