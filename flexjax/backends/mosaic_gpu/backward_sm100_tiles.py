@@ -120,7 +120,7 @@ def backward_tiles(plan: KernelPlan) -> Tcgen05Tiles | None:
     """The sizes of the kernel for a plan that asks for tcgen05; None where the kernels on mma.sync run its backward pass: above head dim
     LARGEST_DIM, for mask blocks that are no multiples of 128, and where the options ask for tiles other than 128.
 
-    plan   with the blocks of `sm100_support.backward_blocks`
+    plan   with the blocks of `sm100_support.visited_blocks` for the backward pass
     """
     options, blocks = plan.options, plan.blocks
     asked = {options.block_q_bwd, options.block_kv_bwd}

@@ -12,7 +12,7 @@ import jax
 
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import backward_sm100, backward_sm100_tiles, choose_kernel, sm100_support, tile_visits
+from flexjax.backends.mosaic_gpu import backward_sm100, choose_kernel, sm100_support, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import LARGEST_JOINT_DIM
@@ -38,7 +38,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     call = common.BackwardCall(joined_plan, derivative, tokens, common.captures_of(operands))
     direct = direct_gradients(joined_plan, derivative, wanted.score_captures)
     dq_tiles, dkv_tiles = choose_kernel.mma_backward_kernels(joined_plan, card)
-    tcgen05 = backward_sm100_tiles.backward_tiles(joined_plan) if sm100_support.asked_for(plan.options) else None
+    tcgen05 = sm100_support.backward_kernel(joined_plan)
 
     d_query = d_key = d_value = None
     written: dict[int, jax.Array] = {}  # direct gradients, by the number of the captured array

@@ -18,15 +18,16 @@ from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
 
 
-def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) -> str:
+def describe(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, target: Target | None = None) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
     gradients of q, k and v, and without it for keys in pages, which have none; and whether CTAs share the columns of wide
     heads.
 
-    plan     with the blocks that the kernels visit
-    given    the same plan with the blocks of the user's block mask
-    target   the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
-             kernel of the forward pass one of its SMs holds
+    plan       with the blocks that the kernels of the forward pass visit
+    backward   the same plan with the blocks that those of the backward pass visit; not read for keys in pages
+    given      the same plan with the blocks of the user's block mask
+    target     the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
+               kernel of the forward pass one of its SMs holds
 
     For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
     (`choose_kernel.decode_is_faster`) but which it refuses, the text says why.
@@ -38,14 +39,14 @@ def describe(plan: KernelPlan, given: KernelPlan, target: Target | None = None) 
             return forward
         return f"keys {'read in' if choose_kernel.reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
     if card is not None:
-        if sm100_support.asked_for(plan.options) and backward_sm100_tiles.backward_tiles(plan):
+        if sm100_support.backward_kernel(backward) is not None:
             return (
                 f"{forward}, backward dQ and dK/dV {backward_sm100_tiles.TILE} x {backward_sm100_tiles.TILE} by tcgen05"
             )
-        dq, dkv = choose_kernel.mma_backward_kernels(plan, card)
+        dq, dkv = choose_kernel.mma_backward_kernels(backward, card)
         return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
     shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""
-    return f"{forward}, backward {_describe_backward(plan)}{shared}"
+    return f"{forward}, backward {_describe_backward(backward)}{shared}"
 
 
 def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> str:

@@ -4,7 +4,7 @@ All else of such a call runs the kernels on mma.sync, which the same cards have:
 dims (backward_sm100_tiles.py), gradients of captured arrays. sm80_support.py says what both refuse. Nothing here imports Mosaic.
 """
 
-from flexjax.backends.mosaic_gpu.backward_sm100_tiles import LARGEST_DIM, TILE
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import LARGEST_DIM, TILE, Tcgen05Tiles, backward_tiles
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_LANES
 from flexjax.plan.kernel_plan import KernelPlan
@@ -17,6 +17,14 @@ CAPABILITIES = ("10.0", "10.3")
 def asked_for(options: KernelOptions) -> bool:
     """Whether the options ask for the kernels on tcgen05."""
     return options.instruction == "tcgen05"
+
+
+def backward_kernel(plan: KernelPlan) -> Tcgen05Tiles | None:
+    """The sizes of the backward kernel on tcgen05; None where the options do not ask for it, or where mma.sync runs the backward pass.
+
+    plan   with the blocks of `visited_blocks` for the backward pass
+    """
+    return backward_tiles(plan) if asked_for(plan.options) else None
 
 
 def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool) -> tuple[int, int]:

@@ -16,12 +16,14 @@ from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.plan.kernel_plan import KernelPlan
 
 
-def refuses_mma(plan: KernelPlan, given: KernelPlan, card: Card) -> str | None:
+def refuses_mma(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, card: Card) -> str | None:
     """Why the kernels on mma.sync, or tcgen05 where the options ask for it, cannot run a plan whose arrays and programs
     the kernels take, in a sentence; None if they can.
 
-    given   the same plan with the blocks of the user's block mask and its lengths
-    card    the GPU of the call
+    plan       with the blocks that the kernels of the forward pass visit
+    backward   the same plan with the blocks that those of the backward pass visit
+    given      the same plan with the blocks of the user's block mask and its lengths
+    card       the GPU of the call
 
     Reasons: float32 inputs, head dims above WIDEST_CTA, a split that the decode kernel cannot run, and options or a
     block mask that no tile of the forward or the backward kernels fits.
@@ -51,16 +53,18 @@ def refuses_mma(plan: KernelPlan, given: KernelPlan, card: Card) -> str | None:
             + f": the {kernels.removeprefix('The ')} take block_q {queries}, block_kv {keys}, num_stages 1 to 3, dividing the mask's "
             "blocks."
         )
-    return backward_sm80_tiles.refuses(plan, card)
+    return backward_sm80_tiles.refuses(backward, card)
 
 
-def mma_candidates(plan: KernelPlan, card: Card, decodes: bool) -> list[dict[str, int]]:
+def mma_candidates(plan: KernelPlan, backward: KernelPlan, card: Card, decodes: bool) -> list[dict[str, int]]:
     """Tiles worth timing of the kernels on mma.sync or tcgen05, the expected best first: each a dict of the fields of
     KernelOptions to set (`paired`).
 
-    plan      with the blocks that the kernels visit
-    card      the GPU of the call
-    decodes   whether the decode kernel runs the forward pass, which then has no candidates
+    plan, backward   as for `refuses_mma`
+    card             the GPU of the call
+    decodes          whether the decode kernel runs the forward pass, which then has no candidates
+
+    Where the backward pass runs on tcgen05, its tile comes first; the other ones run on mma.sync.
     """
     found: Sequence[forward_sm80_tiles.MmaForwardTile | forward_sm100_tiles.Tcgen05ForwardTile]
     if sm100_support.asked_for(plan.options):
@@ -68,9 +72,13 @@ def mma_candidates(plan: KernelPlan, card: Card, decodes: bool) -> list[dict[str
     else:
         found = forward_sm80_tiles.forward_candidates(plan, card)
     forward = dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in found)
-    queries = dict.fromkeys(t.owned for t in backward_sm80_tiles.dq_candidates(plan, card))
-    keys = dict.fromkeys(t.owned for t in backward_sm80_tiles.dkv_candidates(plan, card))
-    return paired([] if decodes else list(forward), [(q, kv) for q in queries for kv in keys])
+    queries = dict.fromkeys(t.owned for t in backward_sm80_tiles.dq_candidates(backward, card))
+    keys = dict.fromkeys(t.owned for t in backward_sm80_tiles.dkv_candidates(backward, card))
+    pairs = [(q, kv) for q in queries for kv in keys]
+    tcgen05 = sm100_support.backward_kernel(backward)
+    if tcgen05 is not None:
+        pairs = list(dict.fromkeys([(tcgen05.owned, tcgen05.owned), *pairs]))
+    return paired([] if decodes else list(forward), pairs)
 
 
 def paired(forward: Sequence[tuple[int, int, int]], backward: Sequence[tuple[int, int]]) -> list[dict[str, int]]:

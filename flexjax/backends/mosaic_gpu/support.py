@@ -77,7 +77,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return reason
     card = choose_kernel.mma_card(target, plan.options)
     if card is not None:
-        return sm80_support.refuses_mma(plan, given, card)
+        return sm80_support.refuses_mma(plan, _kernel_plan(given, backward=True), given, card)
     return _refuses_tiles(plan)
 
 
@@ -278,7 +278,7 @@ class MosaicGpu:
             return why
         if derivative is None:
             return None
-        plan = _kernel_plan(plan)
+        plan = _kernel_plan(plan, backward=True)
         reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
@@ -287,7 +287,8 @@ class MosaicGpu:
     def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
-        return describe_kernels.describe(plan if decodes else _kernel_plan(plan), plan, target)
+        visited = (plan, plan) if decodes else (_kernel_plan(plan), _kernel_plan(plan, backward=True))
+        return describe_kernels.describe(*visited, plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
@@ -299,7 +300,7 @@ class MosaicGpu:
         card = choose_kernel.mma_card(target, plan.options)
         if card is not None:
             decodes = choose_kernel.mma_decode_kernel(plan, card) is not None
-            return sm80_support.mma_candidates(_kernel_plan(plan), card, decodes)
+            return sm80_support.mma_candidates(_kernel_plan(plan), _kernel_plan(plan, backward=True), card, decodes)
         decodes = choose_kernel.decode_kernel(plan) is not None
         plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))

@@ -178,3 +178,34 @@ def test_other_backward_tiles_run_on_mma_sync(options: dict[str, int]) -> None:
     assert support.refuses(made, B200, JAX) is None
     assert backward_sm100_tiles.backward_tiles(made) is None
     assert "tcgen05" not in support.BACKEND.tile_sizes(made, B200).split("backward")[1]
+
+
+BY_TCGEN05 = "backward dQ and dK/dV 128 x 128 by tcgen05"
+
+
+@pytest.mark.parametrize(
+    ("made", "text", "first"),
+    [
+        (plan(64, block=64), BY_TCGEN05, (128, 128)),
+        (plan(128, block=192), BY_TCGEN05, (128, 128)),
+        (plan(256, block=64), "backward dQ 64 x 16, dK/dV 16 x 64", (64, 64)),
+        (plan(64, block=64, block_q_bwd=64), "backward dQ 64 x 64, dK/dV 32 x 128", (64, 128)),
+    ],
+)
+def test_the_backward_pass_is_described_on_the_blocks_that_it_visits(
+    made: KernelPlan, text: str, first: tuple[int, int]
+) -> None:
+    """They differ from those of the forward pass. The first candidate is what runs without options."""
+    assert support.BACKEND.tile_sizes(made, B200).endswith(text)
+    (queries, keys), *_ = ((c["block_q_bwd"], c["block_kv_bwd"]) for c in support.BACKEND.tile_candidates(made, B200))
+    assert (queries, keys) == first
+
+
+def test_backward_options_are_checked_on_the_blocks_of_the_backward_pass() -> None:
+    for name in ("block_q_bwd", "block_kv_bwd"):
+        reason = support.refuses(plan(256, block=64, **{name: 128}), B200, JAX)
+        assert reason == (
+            f"The GPU kernels on mma.sync have no backward tile for {name}=128 and head dims 256 and 256 on compute capability 10.0: "
+            "they take 64 or 128, dividing the mask's blocks."
+        )
+        assert support.refuses(plan(128, block=64, **{name: 128}), B200, JAX) is None
