@@ -215,10 +215,13 @@ class Lowering:
         return outs
 
     def _where_taken(self, taken: Atom, atom: Atom) -> Atom:
-        """The atom with its derivative stopped where the bool atom `taken` is False; integers and literals, which have none,
-        unchanged.
+        """The atom with the same value, whose derivative is stopped where a branch of `cond` is not taken: `atom` where `taken` is True,
+        else the stop_gradient of `atom`. `run_branch` calls it for what enters a branch, `load` for elements loaded inside one.
+
+        taken   a bool atom: whether the branch is taken
+        atom    the atom; literals, bools and integers are returned unchanged, without a new step
         """
-        if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.floating):
+        if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.inexact):
             return atom
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 

@@ -86,6 +86,14 @@ MODS = {
         ),
         (NORMAL(9),),
     ),
+    "branches of a complex score": (
+        lambda r: (
+            lambda s, b, h, q, k: lax.cond(
+                s > 0, lambda z: jnp.sqrt(lax.real(z)), lambda z: lax.real(z) * r[q], lax.complex(s, jnp.zeros_like(s))
+            )
+        ),
+        (NORMAL(9),),
+    ),
     "custom jvp": (lambda r: lambda s, b, h, q, k: through(s * r[q]) * s, (NORMAL(9),)),
     "custom vjp": (lambda r: lambda s, b, h, q, k: reversed_gradient(s, r[q]), (NORMAL(9),)),
     "custom rule with constants": (lambda r: lambda s, b, h, q, k: with_coefficients(s + r[k]), (NORMAL(7),)),
