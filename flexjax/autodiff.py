@@ -62,7 +62,15 @@ def attention(problem: Problem, operands: Operands) -> Results:
 
 
 def _run(problem: Problem, operands: Operands) -> Results:
-    """The forward pass by the primitive `forward`, on arrays that no explicit mesh axis splits."""
+    """Runs the forward pass by binding the primitive `forward`. Its errors come later, when the primitive is lowered or evaluated.
+
+    problem    the static problem, which does not ask for rounding
+    operands   arrays with the tree structure `problem.structure`. No explicit mesh axis may split them; inside shard_map they are
+               cast here to vary over the same mesh axes
+
+    Returns out, lse and, if the plan asks for it, max_scores, otherwise None; rounding is None. The results have no names for
+    checkpoint policies here: the jvp rule gives them.
+    """
     flat = varying_alike(jax.tree.leaves(operands))
     out, lse, *top = _bind_forward(*flat, problem=problem)
     return Results(out, lse, top[0] if problem.plan.max_scores else None)

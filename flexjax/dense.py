@@ -122,9 +122,13 @@ def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
 
 
 def _dropout(plan: KernelPlan, operands: Operands) -> dict:
-    """The keywords dropout_keep (bool [B, N, T, S]) and dropout_rate of reference_attention; {} without dropout.
+    """The keywords dropout_keep and dropout_rate by which reference_attention drops what the plan drops; {} for a plan without dropout.
 
-    They are found from the plan's dropout program, which gives the factor 0 or 1 / (1 - rate) of each probability.
+    plan       the call; its dropout program gives the factor 0 or 1 / (1 - rate) of each probability
+    operands   the arrays of the call, of which the captured arrays of that program and the origin are read
+
+    dropout_keep is bool [B, N, T, S] in both layouts: where the factor is positive. dropout_rate is a scalar array, found from the largest
+    factor; it is 0 if every probability is dropped, which changes nothing.
     """
     program = plan.dropout
     if program is None:

@@ -312,7 +312,12 @@ def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
         return mask_mod  # refused, with a message, where it is traced
 
     def own_tokens(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query sees the key, and the key is not in the shared prefix."""
+        """Whether the query sees the key by `mask_mod`, and the key is not in the prefix that the request shares.
+
+        b               the number of the request in this call, also in a pass whose batch entries are tiles (`Rows.mod_of_entries`)
+        h               the query head
+        q_idx, kv_idx   positions in the request
+        """
         own = kv_idx >= start[b]
         return own if mask_mod is None else own & mask_mod(b, h, q_idx, kv_idx)
 

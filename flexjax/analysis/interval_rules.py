@@ -136,7 +136,8 @@ def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tu
 
 
 def _add(op: Op, args: list[Interval]) -> Interval:
-    """x + y: from the sum of the lower ends to the sum of the upper ends."""
+    """x + y, of the intervals `args` of x and y, before rounding and overflow; `op` is not read. The sum has a flag where both have it, as
+    if all combinations of their values occurred: intervals.py drops both flags of sums whose operands share queries, keys or scores."""
     x, y = args
     return Interval(
         x.low + y.low, x.high + y.high, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)

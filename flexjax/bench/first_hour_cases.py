@@ -222,7 +222,11 @@ def _score_function(name: str, captured: Captured, at: tuple[np.ndarray, ...]) -
     row = SCORES[name]
 
     def modified(scores: np.ndarray) -> Modified:
-        """The modified scores [B, N, T, S], their slope and the gradient of what the function reads."""
+        """Applies the score function to all entries: the modified scores [B, N, T, S], their slope, and the pullback, a function from the
+        cotangent of the modified scores to the gradient of the array "c". The pullback is None if the score function reads no array.
+
+        scores   raw scores [B, N, T, S], scaled, before the score function
+        """
 
         def pullback(d_modified: np.ndarray) -> np.ndarray:
             """The gradient of "c": the sum of cotangent times factor over the entries that read each element."""

@@ -83,7 +83,11 @@ class Worker:
         return self._process, self._lines
 
     def _died(self) -> Answer:
-        """The answer of a task whose process died: its exit status and the last line that it wrote to stderr."""
+        """Ends the process, which died during a task, and returns the answer of that task: {"failed": why}.
+
+        `why` has its exit status (negative: the signal) and the last line that it wrote to stderr, at most 300 characters of it, or "no
+        word". It waits until the process has ended. The next task starts another one.
+        """
         status = self._process.wait() if self._process is not None else None
         self.close()
         with open(self._errors) as file:

@@ -169,8 +169,11 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
 
 
 def step_arguments(size: Size) -> tuple[Weights, Array, Array, Array]:
-    """The arguments of the step, the same in each call: weights, input and target (random bfloat16 [1, T, width]), and the document of
-    each token, int32 [T].
+    """The arguments of the step for a model of this size, the same in each call: (weights, input, target, ids).
+
+    weights         those of `first_weights`
+    input, target   normal numbers, bfloat16 [1, T, width] with T = size.tokens
+    ids             int32 [T], the document of each token, ascending from 0; the lengths of documents are drawn, none is empty
     """
     keys = jax.random.split(jax.random.key(1), 2)
     tokens, target = (jax.random.normal(key, (1, size.tokens, size.width), jnp.bfloat16) for key in keys)

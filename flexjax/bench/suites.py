@@ -92,9 +92,13 @@ class Workload:
         return dict(flops=self.flops(which))
 
     def skipped(self, peer: str) -> str | None:
-        """Why a peer is not timed on this workload on a GPU; None if it is.
+        """Why a peer is not timed on this workload on a GPU, as a phrase for the tables; None if it is timed.
 
-        "jax.nn", "tokamax", FA3 and "torch flash" are not timed where they have no argument for the mask or mod; any peer by `skip`.
+        peer   name of the implementation
+
+        Four peers are left out where they have no argument for the mask or for the mod: "jax.nn" takes the masks full, causal and window
+        and no mod; "tokamax" the same masks and the mod softcap; FA3 also documents and no mod; "torch flash" full and causal and no
+        mod. Any peer may be left out by `skip`, whose reason counts where this rule gives none.
         """
         if peer == "jax.nn" and (self.mod or self.mask not in ("full", "causal", "window")):
             return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"

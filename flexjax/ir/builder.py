@@ -358,10 +358,16 @@ def _renumber(
     captures: tuple[ArrayType, ...],
     gradients: Sequence[Load],
 ) -> Program:
-    """Makes a Program of these inputs, steps, results and captures, with the ids of values renumbered in order of appearance, so that
-    equal programs have equal texts.
+    """Makes a Program in which values are numbered in order of appearance, so that equal programs have equal texts.
 
-    gradients   loads by which results[2:] are the derivatives, for a derivative program
+    inputs      the five inputs, which keep their ids
+    steps       the steps, in order; every value that steps, results and gradients name is an input or the result of one of them
+    results     the atoms that the program computes
+    captures    the types of the captured arrays, which keep their numbers
+    gradients   for a derivative program the loads, among `steps`, by which results[2:] are the derivatives; `Program.gradients` has their
+                positions. Empty for other programs
+
+    Ids in linear forms are replaced too. A value whose linear form names a value that is in no step loses its linear form.
     """
     fresh = {v.id: v.id for v in inputs}
     for step in steps:

@@ -59,11 +59,14 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether converting the number of a floating or complex literal to `dtype` gives the same result in numpy as on every device, so
-    that the conversion can be folded.
+    """Whether the conversion of a literal's number to another dtype gives the same result in numpy as on every device, so that it can be
+    folded.
 
-    False for complex numbers to real types, and for floats that an integer type cannot represent (NaN, infinities, out
-    of range).
+    value   the number of a literal of a floating or complex dtype
+    dtype   the name of the dtype to which it is converted
+
+    False for a complex number to a type that is not complex (bool included), and for a float to an integer type that cannot represent it
+    once it is truncated towards 0: NaN, infinities and numbers out of range. True for everything else.
     """
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)

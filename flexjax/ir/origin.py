@@ -286,7 +286,9 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
 
 
 def agree(a: OriginTable, b: OriginTable) -> bool:
-    """Whether two origins `a` and `b` are equal in layout, `whole` and numbers, where traced numbers count as equal to any."""
+    """Whether the origins a and b may be equal: False if they are known to differ in `layout`, in `whole`, or in a number. Arrays are
+    compared element by element; a traced array counts as equal to any. None differs from an array, although it means 0.
+    """
     if (a.layout, a.whole, a.batch is None, a.head is None) != (b.layout, b.whole, b.batch is None, b.head is None):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

@@ -187,11 +187,17 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ all_to_all
 
     def to_heads(self, x: Array, blocks: Array, size: int) -> Array:
-        """All tokens, in the order of the sequence, of this device's part of the heads, from x, all heads of this device's tokens. A
-        collective.
+        """Trades heads for tokens: gives each device all tokens of its part of the heads. A collective, which all devices of the
+        sequence's axes call together.
 
-        x        an array over tokens in the plan's layout, or a row statistic [B, tokens, heads] ([B, heads, tokens])
-        blocks   int32 [devices, each]: the numbers of each device's blocks, of `size` tokens
+        x        this device's tokens of all heads: an array over tokens in the plan's layout, or a row statistic [B, tokens, heads]
+                 ([B, heads, tokens] for BNTH)
+        blocks   int32 [devices, each]: the numbers, in the sequence, of each device's blocks, padding included
+        size     tokens of a block
+
+        The result has the axes and dtype of x, with `devices` times as many tokens, in the order of the sequence, padding last, and a
+        `devices`-th of the heads: device i has the i-th run of them. The number of heads must be a multiple of the number of devices.
+        On a call without axes only the blocks are put in order.
         """
         axis = token_axis(self.call.plan)
         if self.call.axes:

@@ -29,10 +29,15 @@ def contiguous_plan(plan: KernelPlan) -> KernelPlan:
 def contiguous(
     plan: KernelPlan, operands: Operands, quantised_as: DTypeLike | None = None
 ) -> tuple[KernelPlan, Operands]:
-    """(plan, operands) with the keys and values of each batch entry gathered from its pages: [B, S, M, D] and [B, S, M, E] (heads
-    first for BNTH). The arguments themselves if keys are contiguous.
+    """The same call with keys and values that are not in pages: (plan, operands), or the arguments themselves if they are not in pages.
 
-    quantised_as   the dtype that keys and values of a quantised cache get; None: that of scores
+    plan           of the call; the new one has page 0 and no cache_dtype, and is the same otherwise (`contiguous_plan`)
+    operands       of the call; in the new ones key and value are [B, S, M, D] and [B, S, M, E], heads first for BNTH, with the tokens of
+                   each batch entry in order, and pages and scales are None
+    quantised_as   the dtype that keys and values of a quantised cache get after they are multiplied by their scales; None: that of
+                   scores. Not read for other caches, whose dtype stays
+
+    Tokens of a page whose number is not in the pool are 0.
     """
     pages = operands.pages
     if pages is None:

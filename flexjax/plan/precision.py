@@ -16,13 +16,15 @@ DEFAULT = "default"
 
 
 def precision_name(given: object, dtype: str) -> str:
-    """The name, for the plan, of the argument `precision` of a call whose inputs have this dtype; always "default" for inputs
-    of 16 bits.
+    """The name, for the plan, of the argument `precision` of a call: "default", "high", "highest" or the name of a
+    jax.lax.DotAlgorithmPreset.
 
-    given   None: what jax.config.jax_default_matmul_precision says now; a jax.lax.Precision or one of its names, a
-            jax.lax.DotAlgorithmPreset or its name, or two equal ones of these
+    given   None: what jax.config.jax_default_matmul_precision says now, "default" if it says nothing. A jax.lax.Precision or one of
+            its names, of which "bfloat16" and "fastest" mean "default", "tensorfloat32" means "high" and "float32" means "highest".
+            A jax.lax.DotAlgorithmPreset or its name; its DEFAULT is "default". Or a pair of two that have the same name
+    dtype   name of the dtype of query, key and value; for "bfloat16" and "float16" the result is always "default"
 
-    Raises ValueError for anything else, whatever the dtype.
+    Raises ValueError for any other `given`, also for a pair with None, whatever the dtype.
     """
     found = _name(jax.config.jax_default_matmul_precision if given is None else given)  # pyright: ignore[reportAttributeAccessIssue]  # made when jax is imported
     if found is None:

@@ -271,11 +271,14 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """Makes the jaxpr of `mod` on scalars of the types `avals`; numpy arrays that it captured are constants of the
-    jaxpr.
+    """Calls `mod` on tracers; returns its jaxpr, whose constants are the arrays that it captured, and its split arrays (`Traced`).
 
-    Where the copy with views of its numpy arrays (lift_numpy.View) raises TypeError, the mod itself is traced, with its
-    arrays as they are.
+    mod     the user's function
+    avals   the types of its arguments, scalars
+
+    What is called is the copy of lift_numpy, in which numpy arrays are Views, so that tracers can index them, and split arrays are unsplit.
+    If that raises TypeError, as where a function does not take a View, `mod` itself is called, with its arrays as they are, and `split` is
+    empty. TypeError of a mod that reaches no such array, and all other errors, are passed on.
     """
     lifted, split = lift_numpy(mod)
     try:

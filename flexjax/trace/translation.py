@@ -85,7 +85,7 @@ class Scope(Protocol):
 
     @property
     def invars(self) -> Sequence[object]:
-        """The variables of the inputs."""
+        """The variables of the inputs, in the order of the arguments; those of the constants are `constvars`."""
         ...
 
     @property

@@ -245,8 +245,12 @@ class Products:
             self._add_pair(acc, left[m], right[n], a_t, b_t)
 
     def _add_pair(self, acc: Ref, a: Ref | jax.Array, b: Ref, a_t: bool, b_t: bool) -> None:
-        """Starts acc += a @ b for one part of each operand, or computes it in the simulator; `a_t` and `b_t` as for
-        `add`.
+        """Starts acc += a @ b for one part of each operand, as one WGMMA in flight; in the simulator computes it at once, in float32.
+
+        acc        accumulator, [rows, columns] float32
+        a          a part of the left operand, a tile in registers or in shared memory, in the dtype that WGMMA multiplies
+        b          a part of the right operand, a tile in shared memory, in the same dtype
+        a_t, b_t   whether to multiply by the transpose of a, of b
         """
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)  # pyright: ignore[reportArgumentType]  # Refs, see `Ref`

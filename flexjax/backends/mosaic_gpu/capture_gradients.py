@@ -230,10 +230,13 @@ def _summed(
     """
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """The sums of some of the lists, from one run of the kernel, reduced over queries, keys or diagonals as the
-        kind of load asks for.
+        """Runs the kernel on some of the lists and reduces each list's tile of sums (of g, or of |g| for Sink.MAGNITUDES) as the kind of
+        load asks for, float32.
 
-        part   `head`, `begin` and `count` of these lists (`TileLists`)
+        part   (`head`, `begin`, `count`) of these lists, int32 [n] each, as in `TileLists`
+
+        Returns [n] for a scalar load, summed over queries and keys; [n, tile] for a row, summed over keys, or a column, summed over
+        queries; [n, 2 * tile - 1] for a diagonal, in the order of `diagonal_sums`. An empty list gives zeros. Tile loads have no such sums.
         """
         head, begin, count = part
         sums = _run(kernel, tokens, lists._replace(head=head, begin=begin, count=count), captures)

@@ -489,8 +489,9 @@ class _Cta(TileCta):
 
     @property
     def writes(self) -> Scalar | bool:
-        """Whether this CTA writes the sums: True in the first CTA of a cluster and False in the second, which has the
-        same sums; True where a CTA has all columns.
+        """Whether this CTA writes to global memory what both CTAs of a cluster have computed: it guards the sums, the atomic additions of
+        SCATTER and their zeroing. True, a Python bool, where a CTA has all columns; in a cluster a traced bool scalar, True in the first
+        CTA and False in the second.
         """
         return partial_sums.first_cta(self.scratch.exchange)
 

@@ -117,9 +117,15 @@ def mma_card(target: Target | None, options: KernelOptions) -> Card | None:
 
 
 def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
-    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does.
+    """Decides whether the decode kernel for Hopper runs the forward pass of a plan, and returns its configuration; None where the
+    forward kernel runs.
 
-    plan   with the blocks of the user's block mask
+    plan   of the call, as the user made it: its block mask has the blocks of the user, not those of the forward kernel's tiles
+
+    It runs where `decode_tiles.decode_refuses` names no reason (more than 64 packed rows, float32, dropout, the options block_q,
+    block_kv or num_stages are reasons) and `decode_is_faster`. The configuration is that of `decode_tiles.decode_tile`; a number in
+    the option `split` replaces its chunk, rounded up to whole key tiles. The number of CTAs is that of the reference GPU; the caller
+    replaces it. Neither the device nor the option `instruction` is looked at (`mma_card`).
     """
     if decode_tiles.decode_refuses(plan) or not decode_is_faster(plan):
         return None

@@ -198,12 +198,14 @@ def start_compiling(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
 
 
 def compile_alone(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Compiles a program whose only operation calls the kernel, so that Mosaic's cache has its machine code; runs in a
-    thread of the pool until XLA has compiled it.
+    """Compiles a program whose only operation calls the kernel and drops the result, so that Mosaic's cache has the kernel's machine
+    code. The program is never run. A thread of the pool calls this function, which returns when XLA has compiled; an exception
+    stays in the thread's future, which nobody reads.
 
-    gpu   the device to compile for
+    kernel   hash and bytecode of the kernel's module
+    gpu      the device to compile for
 
-    The operands are of any shape, because machine code does not depend on them. The program is never run.
+    The operands are of any shape, because machine code does not depend on them.
     """
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))

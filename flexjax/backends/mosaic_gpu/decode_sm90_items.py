@@ -231,9 +231,13 @@ class DecodeItems:
     # ----------------------------------------------------------------- in the kernel
 
     def turns(self, work: Work) -> Scalar:
-        """How many work items this CTA takes, read inside the kernel.
+        """How many work items this CTA takes, an int32 scalar, read inside the kernel; `item` describes number 0 to this number - 1.
+        It is 0 for a CTA without items.
 
         work   from the method `work`, as Refs
+
+        The items that exist (`Work.count` with lists of tiles, the last number of `Work.first` times the key heads with lengths,
+        otherwise `most`) go round the `programs` CTAs of the grid: CTA p takes items p, p + programs, and so on.
         """
         items = i32(self.most)
         if work.count is not None:

@@ -45,9 +45,13 @@ def store_rows(target: Ref, tile: jax.Array, rows: int, interpret: bool) -> None
 
 
 def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Array:
-    """A tile whose first `rows` rows come from shared memory and whose other rows are 0, [ROWS, columns] float32.
+    """Loads the first rows of a tile from shared memory to the registers of a warpgroup: [ROWS, columns] float32 in the layout of the
+    WGMMA accumulator (TILE). Rows from `rows` on are 0 and are not read. The inverse of `store_rows`.
 
-    source   [rows, columns] float32 in shared memory, contiguous
+    source      [rows, columns] float32 in shared memory, contiguous; the caller has waited until it is written
+    columns     columns of the tile
+    rows        how many rows `source` has, a Python int of at most ROWS
+    interpret   whether the kernel runs in the simulator
     """
     shape = (ROWS, columns)
     if interpret:

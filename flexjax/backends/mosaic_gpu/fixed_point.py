@@ -32,10 +32,11 @@ element, and are added to each other first."""
 
 
 def power(total: jax.Array) -> jax.Array:
-    """k, an int32 scalar: numbers are rounded to multiples of 2^-k. k = 60 - e for the smallest e with total < 2^e,
-    clipped to -126 .. 126.
+    """k, an int32 scalar: numbers are rounded to multiples of 2^-k. For a positive total, k = 60 - e for the smallest integer e with
+    total < 2^e, but at most 126.
 
-    total   a bound of the sum of all magnitudes, a float32 scalar; if it is not finite, k is that of 1
+    total   a bound of the sum of all magnitudes, a float32 scalar, not negative. 0 gives 60, because all numbers are then 0. If it is
+            not finite, k is that of 1, which is 59; `decoded` then makes the sums NaN
     """
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(total), total, 1.0).astype(jnp.float32))
     return jnp.clip(LARGEST_POWER - exponent, -126, 126).astype(jnp.int32)
@@ -47,10 +48,11 @@ def _power_of_two(k: jax.Array) -> jax.Array:
 
 
 def scale(total: jax.Array) -> jax.Array:
-    """2^k with k = `power(total)`: the factor by which numbers are multiplied before they are rounded to integers, a
-    float32 scalar.
+    """The factor by which each number is multiplied before it is rounded to an integer: 2^k with k = `power(total)`, exactly, a
+    float32 scalar. Sums of such integers are divided by it again (`decoded`).
 
-    total   a bound of the sum of all magnitudes, a float32 scalar
+    total   a bound of the sum of all magnitudes, a float32 scalar. If it is 0, every number is 0, and the factor is 2^60; if it is
+            not finite, the factor is that of 1, and `decoded` makes the sums NaN
     """
     return _power_of_two(power(total))
 

@@ -410,8 +410,12 @@ class QueryTile(QueryRows[ForwardTile]):
         return tuple(keys.transpose((1, 0)) for keys in slot_parts(self.scratch.key, slot, self.setup.tile.parts))
 
     def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
-        """Issues the WGMMAs acc += left right of operands in parts, one for each pair of `pairs_of`. It does not wait
-        for them.
+        """Issues the WGMMAs of acc += left @ right for operands in parts, one for each pair of `pairs_of`, and does not wait for them.
+        Until the caller has waited, `acc` must not be read, and slots and registers of the operands must not be overwritten.
+
+        acc     accumulator, [rows, columns] float32
+        left    the parts of the left operand [rows, k]: all in shared memory (queries), or all in registers (P; not in the simulator)
+        right   the parts of the right operand [k, columns] in shared memory; keys are transposed by the caller (`_transposed_keys`)
         """
         for a, b in pairs_of(self.setup.tile.parts):
             plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own

@@ -177,5 +177,8 @@ def round_up(length: int, unit: int) -> int:
 
 
 def dtype_name(dtype: jax.typing.DTypeLike) -> str:
-    """The name by which descriptions and plans call a dtype, such as "bfloat16"."""
+    """The name by which descriptions and plans call a dtype, such as "bfloat16".
+
+    dtype   anything that `jnp.dtype` accepts; a name gives itself
+    """
     return jnp.dtype(dtype).name

@@ -28,8 +28,20 @@ def backward_kernel(plan: KernelPlan) -> Tcgen05Tiles | None:
 
 
 def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the kernels of a pass visit, for a plan whose blocks would be block_q x block_kv otherwise.
-    Plans that do not ask for tcgen05 keep their blocks.
+    """The sizes (queries, keys) of the mask blocks that the kernels of one pass visit.
+
+    plan                the call
+    block_q, block_kv   the sizes that the kernels on mma.sync would visit: multiples of 64, of the block mask or, for a plan with lengths,
+                        of the blocks that stand for them
+    backward            whether the pass is the backward pass
+
+    A plan whose options do not ask for tcgen05 keeps both sizes. Otherwise:
+
+    forward     block_kv stays. block_q stays if it is a multiple of the queries of a CTA (`_forward_blocks`: 256, or 128 where a CTA has
+                one query tile), and is that number if it is not. The same for few queries, although the decode kernel reads the blocks
+                of the plan itself
+    backward    each size stays if it is a multiple of 128, and is 128 if it is not. Both stay for padded head dims above LARGEST_DIM,
+                which run on mma.sync
     """
     if not asked_for(plan.options):
         return block_q, block_kv

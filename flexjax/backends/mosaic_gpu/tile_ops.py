@@ -177,7 +177,9 @@ def _population_count(x: Value) -> Value:
 
 
 def _cbrt(x: Value) -> Value:
-    """The cube root: exp2(log2|x| / 3) with the sign of x."""
+    """The cube root of x: exp2(log2|x| / 3) with the sign of x, and x itself where it is 0. The exponent is rounded to float32, so the
+    relative error grows as |log2|x||.
+    """
     size = jnp.exp2(jnp.log2(jnp.abs(x)) * np.float32(1 / 3))
     return jnp.where(x == 0, x, jnp.where(x < 0, -size, size))
 

@@ -172,8 +172,11 @@ class TileProgram:
         return tuple(self._value_of(a).value for a in atoms)
 
     def with_loaded_tile(self, load: ir.Load, tile: jax.Array) -> "TileProgram":
-        """The program with the values that `load` reads on this tile given as `tile`, [rows, columns] in the dtype of
-        `tile_ops.inner_dtype`; the load is then not computed. Called before `tile`.
+        """A copy of the program in which `load` has the values of `tile`, which the kernel itself has brought to registers (staging.py).
+
+        load   a load of the program that depends on both q and kv
+        tile   what it reads on the tile that `at_rows` and `at_columns` chose, [rows, columns], with rows along `row_axis`, in the dtype of
+               `tile_ops.inner_dtype`; given for each tile anew, before `tile` or `scaled_tile`
         """
         new = self._copy()
         new.env[load.out.id] = TileValue(TILE, tile)
@@ -452,16 +455,24 @@ class TileProgram:
         return TileValue(kind, apply(step, args, self.edge is not None))
 
     def _defer(self, step: ir.Op, operands: list[TileValue]) -> TileValue | None:
-        """The result of a float operation as a TileValue with deferred parts; None where the operation must be
-        computed.
+        """Expresses the result of a float operation as a TileValue with deferred parts; None where the operation has to be computed.
 
         step       the operation
-        operands   values of its inputs
+        operands   the values of its inputs, in order
 
-        Deferred are products and quotients of a tile with a literal, products of a tile with a positive narrow tile,
-        negation of a tile, products of an affine tile with a scalar, and sums that `deferred_sum` takes. A product of a
-        tile and a value that is no literal is computed, but their constant factors stay deferred; None if these give 1.
-        None also for results other than float32, operands with a `row_term`, and factors that are not `safe_to_defer`.
+        "Tile" here is a value of kind TILE that is not affine. The results are
+
+            tile * literal, literal * tile, tile / literal   the tile, with `factor` multiplied or divided by the literal
+            -tile                                            the tile, with `factor` negated
+            tile * narrow tile that is positive by its       the tile, with the narrow tile as its `narrow_factor`, if it has none yet
+            bounds
+            tile * any other value that is neither a         the product of the two, computed here, while the product of their
+            literal nor affine                               constant factors stays deferred; None if that is 1
+            affine tile * scalar, -affine tile               the affine tile, with each of its parts multiplied
+            sum, difference                                  what `deferred_sum` gives
+
+        All other operations give None; so do results other than float32, operands with a `row_term`, and constant factors, or products of
+        them, that are not `safe_to_defer`. The operands of a product may come in either order. The caller sets `exact` of the result.
         """
         name = step.prim
         if any(s.row_term is not None for s in operands):

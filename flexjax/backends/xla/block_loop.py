@@ -239,7 +239,11 @@ def _loop(
         return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
     def round_(state: Carry, t: Array) -> tuple[Carry, None]:
-        """Round t of a scan: `body` of the carry `state` if t < count, else the carry as it is; no output."""
+        """Round t of a scan: (body(t, state), None) if t < count. Otherwise `body` does not run, and the result is (state, None).
+
+        state   the carry so far
+        t       the number of the round, an int32 scalar
+        """
         return lax.cond(t < count, lambda s: body(t, s), lambda s: s, state), None
 
     return lax.scan(round_, carry, jnp.arange(most, dtype=jnp.int32))[0]
