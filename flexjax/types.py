@@ -115,6 +115,8 @@ class KernelOptions:
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 12.x. "tcgen05": on 10.0 and
                                10.3 the kernels that multiply by tcgen05, which no GPU has run yet, and mma.sync beside them. Other
                                backends and GPUs refuse them. None: WGMMA on Hopper, mma.sync on the others
+    cta_pairs                  True: on tcgen05 two CTAs share each instruction of the dK/dV kernel where that is expected to be faster, at
+                               head dims from 97 to 128; no GPU has run that yet. False: none do
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -131,6 +133,7 @@ class KernelOptions:
     num_stages: int | None = None
     split: int | typing.Literal["auto"] | None = None
     instruction: typing.Literal["mma", "tcgen05"] | None = None
+    cta_pairs: bool = False
     deterministic: bool = True
     interpret: bool = False
 
@@ -159,7 +162,7 @@ class KernelOptions:
                 '"mma", "tcgen05" or None',
                 "None lets the backend choose.",
             )
-        _check_flags("kernel_options", self, ("deterministic", "interpret"))
+        _check_flags("kernel_options", self, ("cta_pairs", "deterministic", "interpret"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

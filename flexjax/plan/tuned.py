@@ -52,8 +52,8 @@ Entries = dict[str, dict[str, typing.Any]]
 
 def plan_text(plan: KernelPlan) -> str:
     """The fields of the plan as text, a line each, and of its options those that are no tile sizes. Fields that few plans set
-    (origin, lengths, exact_captures, page and cache_dtype, precision, the option instruction) have a line only where they are
-    set.
+    (origin, lengths, exact_captures, page and cache_dtype, precision, the options instruction and cta_pairs) have a line only where they
+    are set.
 
     Equal plans give the same text in every process (addresses in it are removed), so that a digest of it can be stored.
     """
@@ -66,6 +66,7 @@ def plan_text(plan: KernelPlan) -> str:
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
     lines += [] if options.instruction is None else [f"instruction: {options.instruction}"]
+    lines += ["cta_pairs: True"] if options.cta_pairs else []
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
 
 

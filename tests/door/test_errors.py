@@ -50,7 +50,9 @@ def block_mask(
     return flexjax.create_block_mask(mod or masks.causal, batch, heads, q_len, kv_len)
 
 
-OPTIONS = "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, deterministic, interpret"
+OPTIONS = (
+    "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, cta_pairs, deterministic, interpret"
+)
 NAMES = "'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference'"
 COUNTS = "In layout BTNH dim 2 counts heads; pass layout= if yours is the other."
 typed = lambda count: jax.random.split(jax.random.key(0), count)
@@ -138,6 +140,7 @@ OBJECTS = [
     Bad("split", lambda _: KernelOptions(split=0), "`kernel_options.split` is 0; expected \"auto\", a positive int or None. \"auto\" lets the backend choose the chunk."),
     Bad("instruction", lambda _: KernelOptions(instruction="wgmma"), "`kernel_options.instruction` is 'wgmma'; expected \"mma\", \"tcgen05\" or None. None lets the backend choose."),  # type: ignore[arg-type]
     Bad("stages", lambda _: KernelOptions(num_stages=-1), "`kernel_options.num_stages` is -1; expected a positive int or None. None lets the backend choose."),
+    Bad("pairs", lambda _: KernelOptions(cta_pairs=None), "`kernel_options.cta_pairs` is None; expected True or False. Pass a Python bool."),  # type: ignore[arg-type]
     Bad("deterministic", lambda _: KernelOptions(deterministic=1), "`kernel_options.deterministic` is 1; expected True or False. Pass a Python bool."),  # type: ignore[arg-type]
     Bad("interpret", lambda _: KernelOptions(interpret="yes"), "`kernel_options.interpret` is 'yes'; expected True or False. Pass a Python bool."),  # type: ignore[arg-type]
     Bad("aux_lse", lambda _: AuxRequest(lse=1), "`return_aux.lse` is 1; expected True or False. Pass a Python bool."),  # type: ignore[arg-type]

@@ -33,9 +33,18 @@ def allocated(part: Description, interpret: bool) -> object:
         return plgpu.SMEM((part.groups, 4), jnp.int32)
     if isinstance(part, Barriers):
         count = () if part.count is None else part.count
+        if part.pair:
+            return plgpu.ClusterBarrier(
+                collective_axes=(COLUMNS,),
+                num_arrivals=part.arrivals,
+                num_barriers=count,
+                orders_tensor_core=part.tcgen05,
+                leader_tracked=True,
+            )
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=count, orders_tensor_core=part.tcgen05)
     if isinstance(part, TensorTiles):
-        return plgpu.TMEM(part.shape, jnp.dtype(part.dtype), packed=jnp.dtype(part.dtype).itemsize < 4)
+        dtype = jnp.dtype(part.dtype)
+        return plgpu.TMEM(part.shape, dtype, packed=dtype.itemsize < 4, collective=part.pair)
     if isinstance(part, OverlaidTensorTiles):
         both = tuple(allocated(tiles, interpret) for tiles in (part.first, part.second))
         return both if interpret else plgpu.RefUnion(*both)  # pyright: ignore[reportArgumentType]  # descriptions have no public type

@@ -27,7 +27,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs
-from flexjax.backends.mosaic_gpu.backward_sm100_issue import IssuingWarps
+from flexjax.backends.mosaic_gpu.backward_sm100_issue import IssuingWarps, own_start
 from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import cond, when
@@ -65,8 +65,9 @@ def backward_dq(
 ) -> Outputs[jax.Array]:
     """dQ and the direct gradients, one CTA for each query tile of each query head. What lies past the ends is undefined.
 
-    The arguments are those of `backward_sm80_dq.backward_dq`.
+    The arguments are those of `backward_sm80_dq.backward_dq`. It has no pairs of CTAs, whatever `tiles` says.
     """
+    tiles = dataclasses.replace(tiles, pairs=False)
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
     q_tiles, heads = -(-plan.q_len // TILE), plan.batch * plan.q_heads
     visits = tile_visits.visits_for(plan, TILE, TILE, transposed=False)
@@ -98,13 +99,15 @@ def backward_dkv(
     lists: VisitLists[jax.Array],
     tiles: Tcgen05Tiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV, one CTA for each key tile of each key head. What lies past the ends is undefined.
+    """dK and dV, one CTA for each key tile of each key head, or a pair of CTAs for each two neighbouring ones (`tiles.pairs`). What lies past
+    the ends is undefined.
 
     The arguments are those of `backward_sm80_dkv.backward_dkv`.
     """
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
-    kv_tiles = -(-plan.kv_len // TILE)
-    visits = tile_visits.visits_for(plan, TILE, TILE, transposed=True)
+    owned = TILE * tiles.ctas
+    kv_tiles = -(-plan.kv_len // owned)
+    visits = tile_visits.visits_for(plan, owned, TILE, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))
 
@@ -133,11 +136,19 @@ def _launch(
     name: str,
     programs: int,
 ) -> Outputs[jax.Array]:
-    """Launches the kernel with so many CTAs (`programs`); returns what it wrote."""
+    """Launches the kernel with so many CTAs, or pairs of them (`programs`); returns what it wrote."""
     memory = scratch(plan, tiles, both=outputs.second is not None)
     interpret = plan.options.interpret
     return launch(
-        kernel, inputs, outputs, memory, name=name, programs=programs, warpgroups=HALVES + 1, interpret=interpret
+        kernel,
+        inputs,
+        outputs,
+        memory,
+        name=name,
+        programs=programs,
+        warpgroups=HALVES + 1,
+        interpret=interpret,
+        ctas=tiles.ctas,
     )
 
 
@@ -185,7 +196,7 @@ class _Half:
     @property
     def start(self) -> Scalar:
         """The first own token."""
-        return self.sequence.tile * TILE
+        return own_start(self.sequence, self.tiles)
 
     @property
     def interpret(self) -> bool:
@@ -198,6 +209,9 @@ class _Half:
         """
         plgpu.set_max_registers(self.tiles.computing_registers, action="increase")
         sequence, by_query = self.sequence, self.math.row_axis == "q"
+        own_ready = self.scratch.own_ready
+        if own_ready is not None:
+            when((self.group == 0) & (total > 0))(lambda: self._announce(own_ready))
         statistics = self._statistics(self.head, self.start, TILE, common.ALONG_ROWS) if by_query else None
 
         def begin(head: Scalar) -> RowMath:
@@ -216,6 +230,11 @@ class _Half:
         self._write(self.outputs.first, self.scratch.sum_first, scale, total)
         if self.outputs.second is not None and self.scratch.sum_second is not None:
             self._write(self.outputs.second, self.scratch.sum_second, 1.0, total)
+
+    def _announce(self, own_ready: Ref) -> None:
+        """Tells the first CTA of the pair that the own tokens have arrived in this one."""
+        plgpu.barrier_wait(self.scratch.own_full.at[0])
+        plgpu.barrier_arrive(own_ready.at[0])
 
     def _statistics(self, head: Scalar, start: Scalar, count: int, layout: object) -> tuple[jax.Array, jax.Array]:
         """lse2 and delta of `count` queries of a head, as vectors in a layout."""

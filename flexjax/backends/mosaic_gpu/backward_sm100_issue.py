@@ -16,23 +16,35 @@ and the warp that issues them runs, after S and dP of both halves of the first v
 
 so that the tensor cores multiply for one half while the warpgroup of the other computes. P lies over S and dS over dP in tensor memory:
 the tensor cores execute products in the order in which one thread issues them, see forward_sm100_issue.py.
+
+In a pair of CTAs (backward_sm100_tiles.py) both copy, each its own tokens and its halves of the visited tiles; the copies of visited tiles
+arrive at the barrier of the first CTA. Its warp issues the products of both, and its commits arrive in both.
 """
 
 import dataclasses
+import functools
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, PAIR, TILE, Scratch, Tcgen05Tiles
 from flexjax.backends.mosaic_gpu.branch import one_warp, when
+from flexjax.backends.mosaic_gpu.columns import COLUMNS
 from flexjax.backends.mosaic_gpu.forward_sm100_tiles import COPIED_ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, overlaid, rows_of, slot_of
 from flexjax.backends.mosaic_gpu.sm100_tiles import copied_rows
 from flexjax.plan.kernel_plan import KernelPlan
 
 COPYING_WARP, PRODUCT_WARP = 0, 1
+
+
+def own_start(sequence: VisitSequence, tiles: Tcgen05Tiles) -> Scalar:
+    """Number of the first token that this CTA owns, one of the pair that owns the tile of the sequence or alone."""
+    if not tiles.pairs:
+        return sequence.tile * TILE
+    return sequence.tile * (PAIR * TILE) + lax.axis_index(COLUMNS) * TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +68,13 @@ class IssuingWarps:
     sequence: VisitSequence
     total: Scalar
 
+    @property
+    def pair(self) -> str | None:
+        """The axis of the cluster whose CTAs share instructions; None where they do not."""
+        return None if self.scratch.columns is None else COLUMNS
+
     def run(self) -> None:
-        """Copies and issues the products of every visit; nothing without visits."""
+        """Copies and issues the products of every visit; nothing without visits. In a pair only the first CTA issues products."""
         plgpu.set_max_registers(self.tiles.issuing_registers, action="decrease")
 
         @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
@@ -65,16 +82,20 @@ class IssuingWarps:
             """Each warp its own loop."""
             with one_warp():
                 when((warp == COPYING_WARP) & (self.total > 0))(self._copy)
-                when((warp == PRODUCT_WARP) & (self.total > 0))(self._multiply)
+                multiplies = (warp == PRODUCT_WARP) & (self.total > 0)
+                if self.pair is not None:
+                    multiplies = multiplies & (lax.axis_index(self.pair) == 0)
+                when(multiplies)(self._multiply)
 
     # ----------------------------------------------------------------- copies
 
     def _copy(self) -> None:
         """Copies the own tokens, each 16 rows to their lanes (sm100_tiles.py), and the tiles of every visit."""
         scratch, sequence, layout = self.scratch, self.sequence, self.plan.layout
+        start = functools.partial(own_start, sequence, self.tiles)
         for array, target in zip(self.own, (scratch.own_first, scratch.own_second), strict=True):
             for lane, row in copied_rows():
-                source = rows_of(array, layout, sequence.b, self.own_head, sequence.tile * TILE + row, COPIED_ROWS)
+                source = rows_of(array, layout, sequence.b, self.own_head, start() + row, COPIED_ROWS)
                 plgpu.copy_gmem_to_smem(source, target.at[pl.ds(lane, COPIED_ROWS)], scratch.own_full.at[0])
         for slot in range(self.tiles.slots):
             plgpu.barrier_arrive(scratch.free.at[slot])
@@ -83,7 +104,12 @@ class IssuingWarps:
             """Begins the copies of a visit, when its slot is free."""
             slot, head = slot_of(visit.number, self.tiles.slots), sequence.visited_head(visit.head)
             plgpu.barrier_wait(scratch.free.at[slot])
-            for array, ring in zip(self.visited, (scratch.first, scratch.second), strict=True):
+            rings = scratch.first, scratch.second
+            if scratch.columns is not None:
+                for array, rows, columns in zip(self.visited, rings, scratch.columns, strict=True):
+                    self._copy_halves(array, rows.at[slot], columns.at[slot], head, visit.start, slot)
+                return carry
+            for array, ring in zip(self.visited, rings, strict=True):
                 source = rows_of(array, layout, sequence.b, head, visit.start, TILE)
                 plgpu.copy_gmem_to_smem(source, ring.at[slot], scratch.full.at[slot])
             return carry
@@ -92,12 +118,28 @@ class IssuingWarps:
         for n in range(self.tiles.slots):  # no arrival at a barrier may come after the end of the CTA
             plgpu.barrier_wait(scratch.free.at[slot_of(self.total + n, self.tiles.slots)])
 
+    def _copy_halves(self, array: Ref, rows: Ref, columns: Ref, head: Scalar, start: Scalar, slot: Scalar) -> None:
+        """Begins to copy this CTA's halves of a visited tile, rows of each half of it and columns; the first CTA of the pair learns of both.
+
+        rows, columns   [2, 32, D or E] and [128, D / 2 or E / 2] in shared memory
+        head, start     of the tile in its array
+        slot            whose barrier the copies arrive at
+        """
+        half, source = self.tiles.half, functools.partial(rows_of, array, self.plan.layout, self.sequence.b, head)
+        copies = [(source(start + n * half, half), rows.at[n], 0) for n in range(HALVES)]
+        for tile, target, axis in (*copies, (source(start, TILE), columns, 1)):
+            split = plgpu.CopyPartition.PARTITIONED(axis)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
+            plgpu.copy_gmem_to_smem(
+                tile, target, self.scratch.full.at[slot], collective_axes=COLUMNS, leader_tracked=split
+            )
+
     # ----------------------------------------------------------------- products
 
     def _multiply(self) -> None:
         """Issues the products of every visit."""
         scratch, slots = self.scratch, self.tiles.slots
-        plgpu.barrier_wait(scratch.own_full.at[0])
+        first_ring, second_ring = (scratch.first, scratch.second) if scratch.columns is None else scratch.columns
+        plgpu.barrier_wait((scratch.own_full if scratch.own_ready is None else scratch.own_ready).at[0])
         plgpu.barrier_wait(scratch.full.at[0])
         for half in range(HALVES):
             self._multiply_scores(i32(0), half)
@@ -112,37 +154,46 @@ class IssuingWarps:
                 first = n > 0 if half == 0 else True
                 if scratch.sum_second is not None and scratch.weights_full is not None:
                     plgpu.barrier_wait(scratch.weights_full.at[half])
-                    self._add(scratch.sum_second, overlaid(scratch.scores)[1], scratch.second, slot, half, first)
+                    self._add(scratch.sum_second, overlaid(scratch.scores)[1], second_ring, slot, half, first)
                     when(more)(lambda half=half: self._multiply_scores(following, half))
                 plgpu.barrier_wait(scratch.differences_full.at[half])
-                self._add(scratch.sum_first, overlaid(scratch.cotangents)[1], scratch.first, slot, half, first)
+                self._add(scratch.sum_first, overlaid(scratch.cotangents)[1], first_ring, slot, half, first)
                 if scratch.sum_second is None:
                     when(more)(lambda half=half: self._multiply_scores(following, half))
                 when(more)(lambda half=half: self._multiply_cotangents(following, half))
-            plgpu.tcgen05_commit_arrive(scratch.free.at[slot])
+            self._commit(scratch.free.at[slot])
 
         lax.fori_loop(i32(0), self.total, step, None)
-        plgpu.tcgen05_commit_arrive(scratch.sums_full.at[0])
+        self._commit(scratch.sums_full.at[0])
+
+    def _commit(self, barrier: Ref) -> None:
+        """Lets the barrier, in a pair that of each CTA, get an arrival when all products issued so far have completed."""
+        plgpu.tcgen05_commit_arrive(barrier, collective_axis=self.pair)
 
     def _half(self, ring: Ref, slot: Scalar, half: int) -> Ref:
-        """Half a visited tile, [64, D or E], in a slot of a ring."""
+        """Half a visited tile, [64, D or E], in a slot of a ring; in a pair all rows of this CTA's columns."""
         return ring.at[slot, pl.ds(half * self.tiles.half, self.tiles.half)]
+
+    def _transposed(self, ring: Ref, slot: Scalar, half: int) -> Ref:
+        """Half a visited tile as right operand, [D or E, 64]; in a pair this CTA's columns of that, [D or E, 32]."""
+        tile = self._half(ring, slot, half) if self.pair is None else ring.at[slot, half]
+        return tile.transpose((1, 0))
 
     def _multiply_scores(self, slot: Scalar, half: int) -> None:
         """Issues S of a half; `scores_full` gets an arrival when it has completed."""
         scratch = self.scratch
         scores, _ = overlaid(scratch.scores)
-        visited = self._half(scratch.first, slot, half).transpose((1, 0))
-        plgpu.tcgen05_mma(scores.at[half], scratch.own_first, visited, accumulate=False)
-        plgpu.tcgen05_commit_arrive(scratch.scores_full.at[half])
+        visited = self._transposed(scratch.first, slot, half)
+        plgpu.tcgen05_mma(scores.at[half], scratch.own_first, visited, accumulate=False, collective_axis=self.pair)
+        self._commit(scratch.scores_full.at[half])
 
     def _multiply_cotangents(self, slot: Scalar, half: int) -> None:
         """Issues dP of a half; `cotangents_full` gets an arrival when it has completed."""
         scratch = self.scratch
         cotangents, _ = overlaid(scratch.cotangents)
-        visited = self._half(scratch.second, slot, half).transpose((1, 0))
-        plgpu.tcgen05_mma(cotangents.at[half], scratch.own_second, visited, accumulate=False)
-        plgpu.tcgen05_commit_arrive(scratch.cotangents_full.at[half])
+        visited = self._transposed(scratch.second, slot, half)
+        plgpu.tcgen05_mma(cotangents.at[half], scratch.own_second, visited, accumulate=False, collective_axis=self.pair)
+        self._commit(scratch.cotangents_full.at[half])
 
     def _add(self, total: Ref, left: Ref, ring: Ref, slot: Scalar, half: int, accumulate: Scalar | bool) -> None:
         """Issues total += left visited for a half; without `accumulate` total = left visited.
@@ -151,4 +202,5 @@ class IssuingWarps:
         left    P or dS of both halves in tensor memory
         """
         weights = left.at[half, :, pl.ds(0, self.tiles.half)]
-        plgpu.tcgen05_mma(total.at[0], weights, self._half(ring, slot, half), accumulate=accumulate)
+        visited = self._half(ring, slot, half)
+        plgpu.tcgen05_mma(total.at[0], weights, visited, accumulate=accumulate, collective_axis=self.pair)

@@ -39,10 +39,11 @@ def describe(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, target: 
             return forward
         return f"keys {'read in' if choose_kernel.reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
     if card is not None:
-        if sm100_support.backward_kernel(backward) is not None:
-            return (
-                f"{forward}, backward dQ and dK/dV {backward_sm100_tiles.TILE} x {backward_sm100_tiles.TILE} by tcgen05"
-            )
+        tiles = sm100_support.backward_kernel(backward)
+        if tiles is not None:
+            size = f"{backward_sm100_tiles.TILE} x {backward_sm100_tiles.TILE}"
+            pairs = ", dK/dV in pairs of CTAs" if tiles.pairs else ""
+            return f"{forward}, backward dQ and dK/dV {size} by tcgen05{pairs}"
         dq, dkv = choose_kernel.mma_backward_kernels(backward, card)
         return f"{forward}, backward dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
     shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""

@@ -60,11 +60,13 @@ class Barriers:
     """`count` mbarriers, each complete after `arrivals` arrivals; a count of None is one barrier that takes no index.
 
     tcgen05   arrivals and waits also order accesses to tensor memory, and tcgen05.commit may arrive
+    pair      warpgroups of both CTAs of a pair arrive, `arrivals` of each, at the barrier of the first CTA, which alone may wait
     """
 
     count: int | None = None
     arrivals: int = 1
     tcgen05: bool = False
+    pair: bool = False
 
     bytes = 0  # part of RESERVED
 
@@ -104,10 +106,12 @@ class TensorTiles:
 
     shape   (count, rows, columns), rows being TMEM_LANES
     dtype   name of the dtype
+    pair    whether instructions of two CTAs (cta_group::2) use it: all tensor memory of a kernel, or none
     """
 
     shape: tuple[int, int, int]
     dtype: str
+    pair: bool = False
 
     bytes = 0  # not of shared memory
 

@@ -4,7 +4,14 @@ All else of such a call runs the kernels on mma.sync, which the same cards have:
 dims (backward_sm100_tiles.py), gradients of captured arrays. sm80_support.py says what both refuse. Nothing here imports Mosaic.
 """
 
-from flexjax.backends.mosaic_gpu.backward_sm100_tiles import LARGEST_DIM, TILE, Tcgen05Tiles, backward_tiles
+from flexjax.backends.mosaic_gpu.backward_sm100_tiles import (
+    LARGEST_DIM,
+    PAIR,
+    TILE,
+    Tcgen05Tiles,
+    backward_tiles,
+    in_pairs,
+)
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_LANES
 from flexjax.plan.kernel_plan import KernelPlan
@@ -49,8 +56,9 @@ def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool
         return _forward_blocks(plan, block_q, block_kv)
     if max(padded_dims(plan)) > LARGEST_DIM:
         return block_q, block_kv
-    whole_tiles = lambda block: block if block % TILE == 0 else TILE
-    return whole_tiles(block_q), whole_tiles(block_kv)
+    whole_tiles = lambda block, tile: block if block % tile == 0 else tile
+    pairs = in_pairs(plan) and not (plan.blocks is not None and plan.blocks.from_user_lists)
+    return whole_tiles(block_q, TILE), whole_tiles(block_kv, PAIR * TILE if pairs else TILE)
 
 
 def _forward_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:

@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
 CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients; "workload " and one of the gpu suite of
-the benchmarks, both passes at full size; or "decode " and a case of test_decode.py; all by default. A line for each call on each card, ok,
+the benchmarks, both passes at full size; "pairs " and one of PAIRED, the same with pairs of CTAs; or "decode " and a case of test_decode.py;
+all by default. A line for each call on each card, ok,
 refused or FAIL, and below it one for each kernel that multiplies: registers, bytes spilled, bytes of shared memory, columns of tensor
 memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
 a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
@@ -34,11 +35,14 @@ from tools.device import time_mma_backward
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1", "XLA_FLAGS": ""}
 DECODE = "decode "
-WORKLOAD = "workload "
+WORKLOAD, PAIRS = "workload ", "pairs "
+PAIRED = ("full d128", "causal d128", "causal grouped d128", "12 documents d128", "ALiBi causal d128")
+"""Workloads whose dK/dV kernel gets pairs of CTAs on tcgen05."""
 TABLE = [
     *aot.TABLE,
     *(DECODE + name for name in test_decode.compiled()),
     *(WORKLOAD + problem.name for problem in SUITES["gpu"]),
+    *(PAIRS + name for name in PAIRED),
 ]
 INSTRUCTION: dict[str, typing.Literal["mma", "tcgen05"]] = {
     card: "tcgen05" if 10 <= float(d.capability) < 12 else "mma" for card, d in compile_card.CARDS.items()
@@ -50,8 +54,8 @@ TCGEN05 = ("flexjax_forward_tcgen05", "flexjax_backward_dq_tcgen05", "flexjax_ba
 KERNELS = (FORWARD, DECODES, *BACKWARD, *TCGEN05, "flexjax_capture_gradient")
 """The kernels that multiply. Of a call with gradients a forward kernel, dQ, and dK/dV or dK and dV must be there."""
 LDMATRIX, CP_ASYNC, TMA, WGMMA = "LDSM", "LDGSTS", "UTMALDG", "HGMMA"
-ON_TCGEN05 = ("UTCHMMA", "LDTM", "STTM", TMA)
-COUNTED = ("HMMA", LDMATRIX, CP_ASYNC, *ON_TCGEN05, WGMMA)
+ON_TCGEN05, ON_PAIRS = ("UTCHMMA", "LDTM", "STTM", TMA), ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.5D.2CTA")
+COUNTED = ("HMMA", LDMATRIX, CP_ASYNC, *ON_TCGEN05, *ON_PAIRS, WGMMA)
 """Instructions as the disassembler names them."""
 COPYING = {card: CP_ASYNC if float(d.capability) < 9 else TMA for card, d in compile_card.CARDS.items()}
 """Card -> the instruction that copies tiles."""
@@ -74,8 +78,9 @@ def compile_entry(card: str, entry: str) -> None:
     if entry.startswith(DECODE):
         compile_decode(card, entry.removeprefix(DECODE))
         return
-    if entry.startswith(WORKLOAD):
-        compile_workload(card, entry.removeprefix(WORKLOAD))
+    if entry.startswith((WORKLOAD, PAIRS)):
+        pairs = entry.startswith(PAIRS)
+        compile_workload(card, entry.removeprefix(PAIRS if pairs else WORKLOAD), pairs)
         return
     name, dtype = aot.TABLE[entry]
     problem = BoundCase(CASES[name], dtype, "mosaic_gpu", flexjax.KernelOptions(instruction=INSTRUCTION[card]))
@@ -105,15 +110,17 @@ def compile_decode(card: str, name: str) -> None:
         compile_card.compile_for(card, lambda operands: decode_sm80.forward(plan, operands, tile), operands)
 
 
-def compile_workload(card: str, name: str) -> None:
-    """Compiles both passes of a workload of the benchmarks."""
+def compile_workload(card: str, name: str, pairs: bool) -> None:
+    """Compiles both passes of a workload of the benchmarks, with pairs of CTAs if asked for."""
+    if pairs and INSTRUCTION[card] != "tcgen05":
+        raise NotImplementedError("Pairs of CTAs are for tcgen05.")
     (problem,) = (x for x in SUITES["gpu"] if x.name == name)
     mod = MODS[problem.mod] if problem.mod else None
     shaped = lambda heads: jax.ShapeDtypeStruct((problem.batch, problem.length, heads, problem.dim), problem.dtype)
     arrays: list[typing.Any] = [shaped(n) for n in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)]
     if mod is not None and mod.shape is not None:
         arrays.append(jax.ShapeDtypeStruct(mod.shape(problem), mod.stored))
-    both, _ = time_mma_backward.step(problem, instruction=INSTRUCTION[card])
+    both, _ = time_mma_backward.step(problem, instruction=INSTRUCTION[card], cta_pairs=pairs)
     compile_card.compile_for(card, lambda *given: both(*given, *[None] * (5 - len(given))), *arrays)
 
 
@@ -204,6 +211,9 @@ def judged(card: str, line: str, said: str) -> str:
     found = kernels_of(said)
     hidden = line.split()[1].rsplit("-", 1)[0] in ALL_HIDDEN
     wrong = [f"{name} {what}" for name, kernel in found.items() for what in _wrong(card, name, kernel, hidden)]
+    for name, kernel in found.items():
+        paired = name == TCGEN05[2] and line.startswith(f"ok {PAIRS}")
+        wrong += [f"{name} has {'no ' if paired else ''}{n}" for n in ON_PAIRS if paired != (kernel.counts[n] > 0)]
     if f"flexjax_forward_{INSTRUCTION[card]}" not in found and DECODES not in found:
         wrong.append("no forward kernel")
     if not line.startswith(f"ok {DECODE}"):

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 import jax
+import numpy as np
 import pytest
 
 if jax.__version_info__ < (0, 11):
@@ -19,9 +20,12 @@ from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backw
 from tests.marks import some_slow
 
 
-def gradients(made: BackwardProblem) -> Gradients:
-    plan = dataclasses.replace(made.plan, options=dataclasses.replace(made.plan.options, instruction="tcgen05"))
-    assert backward_sm100_tiles.backward_tiles(plan) is not None
+def gradients(made: BackwardProblem, pairs: bool = False) -> Gradients:
+    options = dataclasses.replace(made.plan.options, instruction="tcgen05", cta_pairs=pairs)
+    plan = dataclasses.replace(made.plan, options=options)
+    tiles = backward_sm100_tiles.backward_tiles(plan)
+    assert tiles is not None
+    assert tiles.pairs == pairs
     call = jax.jit(
         lambda *arrays: backward_sm80.backward(plan, BackwardInputs(*arrays, *made.given[4:]), CARDS["10.0"])
     )
@@ -58,3 +62,22 @@ def test_matches_dense(name: str) -> None:
     # Gradients of captures are those of the kernel on mma.sync: sums of numbers of both signs, in which what the rounding of the forward
     # pass's output leaves in delta does not cancel.
     assert_gradients_close(gradients(made), made.expected, tolerance=5e-2 if "captured" in case else 8e-3)
+
+
+PAIRED = {
+    "an odd number of key tiles, grouped heads": {
+        "mask": causal, "block": (128, 256), "q_len": 300, "kv_len": 330, "heads": 2, "kv_heads": 1, "dim": 128, "sinks": True,
+    },
+    "no mask": {"q_len": 200, "kv_len": 512, "heads": 1, "dim": 100, "value_dim": 128},
+    "a number for each key": {
+        "score": lambda c, s, b, h, q, k: s + c[0][h, k], "captured": (np.linspace(-1, 1, 660, dtype=np.float32).reshape(2, 330),),
+        "q_len": 140, "kv_len": 330, "heads": 2, "dim": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(tuple(PAIRED), ()))
+def test_pairs_of_ctas_own_neighbouring_key_tiles(name: str) -> None:
+    """Which tokens the CTAs of a pair own, visit and write. The simulator has no product of two CTAs: each has one of its own."""
+    made = backward_problem(**PAIRED[name])
+    assert_gradients_close(gradients(made, pairs=True), made.expected, tolerance=8e-3)
