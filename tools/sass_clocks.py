@@ -185,7 +185,7 @@ def _run(body: Sequence[Instruction], uses: Sequence[Use], starts: Sequence[floa
                 free["tensor"] += delay
                 for other in crew:
                     other.groups = [end + delay if end > now + LATENCIES["wgmma"] else end for end in other.groups]
-            _issue(warp, instruction, use, now, free)
+            issue_one(warp, instruction, use, now, free)
             if warp.at == len(body) - 1:
                 ends.append(now)
             warp.at = (warp.at + 1) % len(body)
@@ -196,7 +196,7 @@ def _run(body: Sequence[Instruction], uses: Sequence[Use], starts: Sequence[floa
     return len(crew) * (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
 
-def _issue(warp: Warp, instruction: Instruction, use: Use, now: float, free: dict[str, float]) -> None:
+def issue_one(warp: Warp, instruction: Instruction, use: Use, now: float, free: dict[str, float]) -> None:
     """Issues an instruction of a warp: takes its unit, opens its barriers later, and says when the warp may go on.
 
     free   unit -> the clock from which it is free
@@ -224,6 +224,10 @@ def loops_of(folder: pathlib.Path, kernel: Kernel) -> list[Clocks]:
     code, labels = read(path.read_text())
     bodies = [without_rare(code, labels, loop) for loop in step_loops(code, labels)]
     units = UNITS[kernel.card]
+    if kernel.issue is not None:
+        from tools import sass_pipeline  # which imports this file
+
+        return [sass_pipeline.simulate(body, units, kernel.issue, kernel.copied) for body in bodies]
     found = [simulate(body, units, kernel.warps, kernel.copied) for body in bodies]
     if not kernel.product:
         return found

@@ -8,6 +8,8 @@ import sys
 import typing
 from collections.abc import Sequence
 
+from flexjax.bench.tcgen05_counts import Issue
+
 
 @dataclasses.dataclass(frozen=True)
 class Units:
@@ -58,8 +60,9 @@ class Kernel(typing.NamedTuple):
     instruction   KernelOptions.instruction
     file          the name that its SASS begins with
     warps         warps of a partition, one of each resident warpgroup
-    product       clocks of one of the two products of a warpgroup's tile where another warp issues them (tcgen05); else 0
+    product       clocks of one of the two products of a warpgroup's tile in the forward pass on tcgen05, where another warp issues them; else 0
     copied        bytes that TMA or the copies of the kernel write to and read from shared memory in a step of all of them
+    issue         how the backward kernels on tcgen05 issue their products; None for the others
     """
 
     call: tuple[str, int]
@@ -69,6 +72,12 @@ class Kernel(typing.NamedTuple):
     warps: int
     copied: int = 0
     product: float = 0.0
+    issue: Issue | None = None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is compiled with `KernelOptions(cta_pairs=True)`."""
+        return self.issue is not None and self.issue.pairs
 
 
 def _kernels(card: str, instruction: str | None) -> dict[str, Kernel]:
@@ -91,15 +100,18 @@ def _kernels(card: str, instruction: str | None) -> dict[str, Kernel]:
 
 
 def _on_tcgen05() -> dict[str, Kernel]:
-    """The forward kernels on tcgen05: two query tiles of 128 rows, a softmax warpgroup each."""
+    """The kernels on tcgen05: forward with two query tiles of 128 rows, a softmax warpgroup each; backward, and dK/dV in pairs of CTAs."""
     found = {}
     for mask in ("full", "causal"):
         for dim in (64, 128):
             product = 2 * 128 * 128 * dim / (4 * UNITS["B200"].tensor_rate)
             name = f"B200 tcgen05 {mask} d{dim}"
-            found[name] = Kernel(
-                (mask, dim), "B200", "tcgen05", "flexjax_forward_tcgen05", 2, 128 * 2 * dim * 2, product
-            )
+            call, copied = (mask, dim), 128 * 2 * dim * 2
+            found[name] = Kernel(call, "B200", "tcgen05", "flexjax_forward_tcgen05", 2, copied, product)
+            for kernel, pairs in (("dq", False), ("dkv", False), *([("dkv", True)] if dim == 128 else [])):
+                file, issue = f"flexjax_backward_{kernel}_tcgen05", Issue(dim, kernel, pairs)
+                key = f"{name} {kernel}{' pairs' if pairs else ''}"
+                found[key] = Kernel(call, "B200", "tcgen05", file, 2, copied, issue=issue)
     return found
 
 
@@ -119,14 +131,13 @@ def compile_kernel(name: str) -> None:
 
     kernel = KERNELS[name]
     mask, dim = kernel.call
-    options = flexjax.KernelOptions(instruction=typing.cast(typing.Any, kernel.instruction))
+    instruction = typing.cast(typing.Any, kernel.instruction)
+    options = flexjax.KernelOptions(instruction=instruction, cta_pairs=kernel.pairs)
     words: typing.Any = dict(mask_mod=masks.causal) if mask == "causal" else {}
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> object:
-        """Output and gradients of the call; on tcgen05, which has no kernels for them, output alone."""
+        """Output and gradients of the call."""
         call = lambda *a: flexjax.flex_attention(*a, implementation="mosaic_gpu", kernel_options=options, **words)
-        if kernel.product:
-            return call(q, k, v)
         out, pull = jax.vjp(call, q, k, v)
         return out, pull(d_out)
 
@@ -140,7 +151,8 @@ def compile_kernel(name: str) -> None:
 def folder_of(folder: pathlib.Path, kernel: Kernel) -> pathlib.Path:
     """Where the SASS of the call of a kernel lies: all kernels of a call are compiled together."""
     mask, dim = kernel.call
-    return folder / f"{TARGETS[kernel.card]}-{kernel.instruction or 'wgmma'}-{mask}-d{dim}"
+    pairs = "-pairs" if kernel.pairs else ""
+    return folder / f"{TARGETS[kernel.card]}-{kernel.instruction or 'wgmma'}-{mask}-d{dim}{pairs}"
 
 
 def compiled(folder: pathlib.Path, names: Sequence[str]) -> None:

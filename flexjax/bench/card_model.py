@@ -8,9 +8,9 @@ A work item is one query tile (backward: one tile of keys, or of queries for dQ)
 instruction and gives the clocks in which all resident warpgroups of an SM make one step each. Two numbers of that tool are fitted to forward
 passes on an H200, both for Hopper: the rate of mma.sync, and what other instructions cost a WGMMA in flight.
 
-**Steps on tcgen05** (10.0): the machine code of the softmax warps, simulated; S, softmax and P V of a query tile follow one another, two
-query tiles at a time. Beside it, as COUNTED, a count of what each unit has to do in a kernel like FlashAttention-4 (arXiv 2603.05451),
-which is a bound: tcgen05_counts.py.
+**Steps on tcgen05** (10.0): the machine code of the softmax warps, simulated; forward, S, softmax and P V of a query tile follow one
+another, two query tiles at a time; backward, the products of the issuing warp are simulated beside it (tools/sass_pipeline.py). Beside it,
+as COUNTED, a count of what each unit has to do in a kernel like FlashAttention-4 (arXiv 2603.05451), which is a bound: tcgen05_counts.py.
 
 **The clock** decides as much as the step: cards lower it under load. Measure it (card.py samples it while the first-hour suite runs), or
 take `Card.clock`, what the card's large matrix product says.
@@ -206,12 +206,18 @@ class Prediction(typing.NamedTuple):
 
 
 def predict(
-    card: Card, call: Call, backward: bool = False, instruction: str | None = None, clock: float = 0.0
+    card: Card,
+    call: Call,
+    backward: bool = False,
+    instruction: str | None = None,
+    clock: float = 0.0,
+    pairs: bool = False,
 ) -> Prediction | None:
     """What a pass should take; None for a head dim or a card without steps.
 
     instruction   as of KernelOptions; None: WGMMA on Hopper, else mma.sync. COUNTED: a kernel like FlashAttention-4
     clock         of the SMs in GHz; 0: `card.clock`
+    pairs         KernelOptions.cta_pairs: dK/dV on tcgen05 at head dim 128 by pairs of CTAs
     """
     ghz = clock or card.clock
     asked = instruction or ("wgmma" if card.capability == "9.0" else "mma")
@@ -221,12 +227,19 @@ def predict(
         )
     else:
         family = "RTX 4090" if "4090" in card.name else FAMILIES.get(card.capability, "")
-        kernels = [""] if not backward else ["fused"] if asked == "wgmma" else ["dq", "dkv"]
+        keys = "dkv pairs" if pairs and asked == "tcgen05" and call.dim == 128 else "dkv"
+        kernels = [""] if not backward else ["fused"] if asked == "wgmma" else ["dq", keys]
         steps = [step_of(family, asked, call.mask, call.dim, kernel) for kernel in kernels]
         if any(step is None for step in steps):
             return None
         total = sum(
-            clocks(call, step, card.sms, k in ("fused", "dkv"), 1 if backward else heads_together(call))
+            clocks(
+                call,
+                step,
+                card.sms // (2 if k == "dkv pairs" else 1),
+                k not in ("", "dq"),
+                1 if backward else heads_together(call),
+            )
             for k, step in zip(kernels, steps, strict=True)
             if step
         )
@@ -235,6 +248,8 @@ def predict(
 
 
 def _counted_step(dim: int, backward: bool) -> Step:
-    """A step of the kernels on tcgen05 by count; a mask costs nothing, because masked tiles are few and the FMA units are not the bound."""
-    found = tcgen05_backward(dim).step if backward else tcgen05_forward(dim).step
+    """A step of the kernels on tcgen05 by count, with pairs of CTAs backward from head dim 128 on, as FlashAttention-4 has them; a mask costs
+    nothing, because masked tiles are few and the FMA units are not the bound.
+    """
+    found = tcgen05_backward(dim, pairs=dim >= 128).step if backward else tcgen05_forward(dim).step
     return Step(found, found, TILE if backward else 2 * TILE, TILE)

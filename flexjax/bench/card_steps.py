@@ -48,6 +48,37 @@ STEPS: dict[str, tuple[float, float]] = {
         3395,
         3910,
     ),  # alu 1312, fma 784, issue 1732, mufu 1600, shared 576, tmem 896, tensor 2048, chain 3395
+    "B200 tcgen05 full d64 dq": (1546, 1546),  # alu 548, fma 6, issue 470, mufu 1024, shared 1160, tensor 768, tmem 320
+    "B200 tcgen05 full d64 dkv": (
+        1637,
+        1637,
+    ),  # alu 688, fma 10, issue 608, mufu 1024, shared 1416, tensor 1024, tmem 384
+    "B200 tcgen05 full d128 dq": (
+        2312,
+        2312,
+    ),  # alu 548, fma 6, issue 470, mufu 1024, shared 2312, tensor 1536, tmem 320
+    "B200 tcgen05 full d128 dkv": (
+        2696,
+        2696,
+    ),  # alu 688, fma 10, issue 608, mufu 1024, shared 2696, tensor 2048, tmem 384
+    "B200 tcgen05 full d128 dkv pairs": (2304, 2304),  # alu 704, mufu 1024, shared 2184, tensor 2048, tmem 384
+    "B200 tcgen05 causal d64 dq": (
+        1542,
+        1966,
+    ),  # alu 584, fma 28, issue 512, mufu 1024, shared 1184, tensor 768, tmem 320
+    "B200 tcgen05 causal d64 dkv": (
+        1654,
+        1767,
+    ),  # alu 748, fma 28, issue 636, mufu 1024, shared 1440, tensor 1024, tmem 384
+    "B200 tcgen05 causal d128 dq": (
+        2336,
+        2336,
+    ),  # alu 584, fma 28, issue 512, mufu 1024, shared 2336, tensor 1536, tmem 320
+    "B200 tcgen05 causal d128 dkv": (
+        2720,
+        2720,
+    ),  # alu 748, fma 28, issue 636, mufu 1024, shared 2720, tensor 2048, tmem 384
+    "B200 tcgen05 causal d128 dkv pairs": (2304, 2304),  # alu 764, mufu 1024, shared 2208, tensor 2048, tmem 384
     "Hopper mma full d64": (2948, 2948),  # alu 536, fma 316, issue 1190, mufu 1088, shared 1600, tensor 2048
     "Hopper mma full d64 dq": (3505, 3505),  # alu 252, fma 398, issue 1264, mufu 1024, shared 2304, tensor 3072
     "Hopper mma full d64 dkv": (2600, 2600),  # alu 264, fma 210, issue 890, mufu 512, shared 1856, tensor 2048
@@ -121,7 +152,7 @@ def step_of(family: str, instruction: str, mask: str, dim: int, kernel: str) -> 
     instruction   "wgmma", "mma" or "tcgen05"
     mask          "full", or any other for masked tiles too
     dim           head dim
-    kernel        "" forward, "fused", or "dq" and "dkv"
+    kernel        "" forward, "fused", or "dq" and "dkv"; "dkv pairs" for pairs of CTAs, whose rows are those of both
 
     The tiles are those that choose_kernel.py takes at head dims 64 and 128.
     """
@@ -134,7 +165,7 @@ def step_of(family: str, instruction: str, mask: str, dim: int, kernel: str) -> 
             return Step(*found, rows=128, columns=128 if dim == 64 else 64)
         return Step(*found, rows=192 if (masked, dim) == ("full", 64) else 128, columns=128)
     if instruction == "tcgen05":
-        return Step(*found, rows=256, columns=128)
+        return Step(*found, rows=128 if kernel in ("dq", "dkv") else 256, columns=128)
     columns, slots = (SMALL_TILES if family in SMALL_CARDS else TILES)[kernel, dim]
     return Step(*found, rows=128, columns=columns, slots=slots)
 

@@ -198,7 +198,8 @@ def _passes(found: Found, row: Found) -> list[tuple[str, Found, float, float, fl
     """
     workload = next(p for problems in SUITES.values() for p in problems if p.name == row["name"])
     call, card = card_model.call_of(workload), card_model.card_of(found["facts"].get("card", {}).get("card", ""))
-    instruction = dict(word.split("=", 1) for word in row["by"].split()[1:]).get("instruction")
+    options = dict(word.split("=", 1) for word in row["by"].split()[1:])
+    instruction, pairs = options.get("instruction"), options.get("cta_pairs") == "True"
     seconds = row["forward"]["seconds"], row["both"]["seconds"] - row["forward"]["seconds"]
     lines = []
     for name, which, took in zip(("forward", "backward"), ("forward", "both"), seconds, strict=True):
@@ -206,7 +207,7 @@ def _passes(found: Found, row: Found) -> list[tuple[str, Found, float, float, fl
         clock = load.get("clock", 0.0) / 1e3
         expected = None
         if call is not None and card is not None:
-            expected = card_model.predict(card, call, name == "backward", instruction, clock)
+            expected = card_model.predict(card, call, name == "backward", instruction, clock, pairs)
         flops = call.flops(name == "backward") if call is not None else workload.flops(name)
         lines.append((name, load, max(took, 1e-9), flops, expected.seconds if expected else 0.0))
     return lines

@@ -78,7 +78,7 @@ def families() -> list[Answer]:
     """A dict for each way to ask for GPU kernels: options (fields of KernelOptions), verdict ("ok" or the refusal), and for "ok" a
     line of `flexjax.explain` about the kernels.
 
-    Tried are the default and each value of KernelOptions.instruction.
+    Tried are the default, each value of KernelOptions.instruction, and tcgen05 with pairs of CTAs.
     """
     annotation = typing.get_type_hints(KernelOptions)["instruction"]
     named = [
@@ -86,8 +86,9 @@ def families() -> list[Answer]:
     ]
     found: list[Answer] = []
     shape = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
-    for instruction in (None, *dict.fromkeys(named)):
-        options: Options = {} if instruction is None else dict(instruction=instruction)
+    tried: list[Options] = [{}, *(dict(instruction=name) for name in dict.fromkeys(named))]
+    tried.append(dict(instruction="tcgen05", cta_pairs=True))
+    for options in tried:
         asked: typing.Any = dict(mask_mod=masks.causal, implementation=KERNELS, kernel_options=KernelOptions(**options))
         try:
             text = flexjax.explain(shape, shape, shape, **asked)

@@ -2,8 +2,12 @@
 
 Two query tiles of 128 rows and one key tile of 128, as in FlashAttention-4 (arXiv 2603.05451). What is counted is the least time of each
 unit; a step takes at least the longest, and at least the chain of steps of one query tile.
+
+Of our own kernels `products` has the products of a step: their clocks in the tensor core, and of shared memory for their operands, for one
+CTA and for a pair of CTAs that share each instruction (cta_group::2). tools/sass_pipeline.py simulates the rest of a step beside them.
 """
 
+import dataclasses
 import typing
 
 EX2, SHARED_BYTES, TMEM_BYTES, LANES = 16, 128, 512, 128
@@ -76,14 +80,15 @@ def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int =
     """A step of 128 queries and 128 keys with five products: S and dP, dV, dK and dQ, which leaves through shared memory.
 
     dim     head dim of keys and values
-    pairs   whether two CTAs share the right operands of their products and halve what is added to dQ
+    pairs   whether two CTAs share the right operands of their products, except for dQ, which contracts over the keys of both; they exchange
+            dS, and each adds half as much to dQ
 
-    With dim 128 and without pairs, shared memory takes 3328 clocks, as FlashAttention-4 counts.
+    With dim 128 and without pairs, shared memory takes 3328 clocks, as FlashAttention-4 counts; with pairs 2304, where its paper counts 2688.
     """
     scores, tokens = TILE * TILE, TILE * dim * 2
     right = tokens / 2 if pairs else tokens
     operands = (
-        2 * (tokens + right) + 2 * right + scores * 2 + right
+        2 * (tokens + right) + 2 * right + scores * 2 + tokens
     )  # S, dP; dV, dK with the left one in tensor memory; dQ
     staged = scores * 2 + 2 * TILE * dim * 4 / (2 if pairs else 1)  # dS; dQ written and read
     instructions = (
@@ -100,3 +105,58 @@ def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int =
         moved / TMEM_BYTES,
         min(chain, products),
     )
+
+
+# ------------------------------------------------------------------- our own kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Issue:
+    """How a kernel issues its products.
+
+    dim      head dim of keys and values
+    kernel   "" forward, "dq" or "dkv"
+    pairs    whether two CTAs share each instruction
+    whole    backward: whether S and dP of both halves of a visited tile are one instruction, N = 128, instead of two, N = 64
+    tmem     backward: whether the own tokens, the left operand of S and dP, lie in tensor memory
+    """
+
+    dim: int
+    kernel: str = ""
+    pairs: bool = False
+    whole: bool = False
+    tmem: bool = False
+
+
+class Product(typing.NamedTuple):
+    """A product of 128 rows of a CTA: its clocks in the tensor core, and of shared memory for its operands. It takes the longer."""
+
+    tensor: float
+    shared: float
+
+    @property
+    def clocks(self) -> float:
+        """The longer."""
+        return max(self)
+
+
+def product(columns: int, depth: int, left: bool, pairs: bool, tensor: int = 8192) -> Product:
+    """128 x `columns`, contracted over `depth`.
+
+    left     whether the left operand comes from shared memory (else from tensor memory)
+    pairs    whether each CTA reads half of the right operand
+    tensor   operations a clock of an SM
+    """
+    operands = (TILE * depth if left else 0) + columns * depth / (2 if pairs else 1)
+    return Product(2 * TILE * columns * depth / tensor, 2 * operands / SHARED_BYTES)
+
+
+def products(issue: Issue) -> dict[str, list[Product]]:
+    """The products of a step of our kernels by name: of two query tiles and a key tile, or of both halves of a visited tile."""
+    dim, pairs = issue.dim, issue.pairs
+    if not issue.kernel:
+        return {"S": 2 * [product(TILE, dim, True, pairs)], "P V": 2 * [product(dim, TILE, False, pairs)]}
+    left = not issue.tmem
+    scores = [product(TILE, dim, left, pairs)] if issue.whole else 2 * [product(TILE // 2, dim, left, pairs)]
+    sums = 2 * [product(dim, TILE // 2, False, pairs)]
+    return {"S": scores, "dP": scores} | ({"dQ": sums} if issue.kernel == "dq" else {"dV": sums, "dK": sums})

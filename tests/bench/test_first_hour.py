@@ -183,6 +183,18 @@ def test_kernels_that_are_the_same_run_once():
     assert first_hour.families(dict(facts=dict(failed="RuntimeError: no driver"))) == []
 
 
+def test_every_way_to_ask_for_kernels_is_tried():
+    from flexjax.bench import first_hour_tasks
+
+    asked = [family["options"] for family in first_hour_tasks.families()]
+    assert asked == [
+        {},
+        dict(instruction="mma"),
+        dict(instruction="tcgen05"),
+        dict(instruction="tcgen05", cta_pairs=True),
+    ]
+
+
 def test_options_in_the_name_of_a_peer():
     from flexjax.bench import gpu_peers
 
