@@ -100,17 +100,20 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
 def _refuses_origin(plan: KernelPlan) -> str | None:
     """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin.
 
-    Refused are a block mask from user lists whose blocks are no multiples of 64, and several runs of queries or keys
-    that are no multiples of LARGEST_TILE long.
+    Refused are a block mask from user lists whose blocks the kernels of a pass cannot visit as they are, because they are no multiples of
+    64, or of 128 on tcgen05, and several runs of queries or keys that are no multiples of LARGEST_TILE long.
     """
     origin, blocks = plan.origin, plan.blocks
     if origin is None:
         return None
-    if blocks is not None and blocks.from_user_lists and _kernel_blocks(plan) != (blocks.block_q, blocks.block_kv):
-        return (
-            "The GPU kernels take a block mask from user lists beside an origin in blocks of multiples of 64 tokens, "
-            f"not {blocks.block_q} x {blocks.block_kv}."
-        )
+    if blocks is not None and blocks.from_user_lists:
+        given, by_tcgen05 = (blocks.block_q, blocks.block_kv), sm100_support.asked_for(plan.options)
+        if any(_kernel_blocks(plan, backward) != given for backward in (False, True)):
+            unit = max(sm100_support.TILE, plan.options.block_q or 0) if by_tcgen05 else 64
+            return (
+                f"The GPU kernels{' on tcgen05' if by_tcgen05 else ''} take a block mask from user lists beside an origin in blocks of "
+                f"multiples of {unit} tokens, not {given[0]} x {given[1]}."
+            )
     for name, run, runs in (
         ("queries", origin.query_run, origin.query_runs),
         ("keys", origin.key_run, origin.key_runs),

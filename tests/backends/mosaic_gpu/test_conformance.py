@@ -48,7 +48,7 @@ class TestMmaTable(TestTable):
 
 
 class TestTcgen05Table(TestMmaTable):
-    """The forward kernel on tcgen05, and the backward kernels on mma.sync."""
+    """The kernels on tcgen05, and on mma.sync those of few queries, of backward passes above head dim 128 and of captured arrays."""
 
     options = flexjax.KernelOptions(interpret=True, instruction="tcgen05")
     everyday = frozenset()

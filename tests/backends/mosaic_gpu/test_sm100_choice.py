@@ -131,6 +131,28 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
 }  # fmt: skip
 
 
+ORIGIN = OriginLayout(1, 8192, 1, 8192, 1)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "unit"), [((128, 64), {}, 128), ((64, 64), {}, 128), ((128, 128), {"block_q": 256}, 256)]
+)
+def test_user_lists_beside_an_origin_are_refused_where_a_pass_would_visit_other_blocks(
+    blocks: tuple[int, int], options: dict[str, int], unit: int
+) -> None:
+    """Larger blocks look up the class of the old block by whole-problem positions, which the lists do not have."""
+    made = dataclasses.replace(
+        plan(**options), origin=ORIGIN, blocks=BlockLayout(1, 1, *blocks, 1, 64, 1, 64, from_user_lists=True)
+    )
+    assert support.refuses(made, B200, JAX) == (
+        "The GPU kernels on tcgen05 take a block mask from user lists beside an origin in blocks of multiples of "
+        f"{unit} tokens, not {blocks[0]} x {blocks[1]}."
+    )
+    assert support.refuses(dataclasses.replace(made, origin=None), B200, JAX) is None
+    large = dataclasses.replace(made, blocks=BlockLayout(1, 1, 256, 256, 1, 64, 1, 64, from_user_lists=True))
+    assert support.refuses(large, B200, JAX) is None
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     target, options, sentence = REFUSED[name]

@@ -66,7 +66,8 @@ def test_a_pair_takes_the_memory_of_two_ctas() -> None:
 
 def test_explain_says_that_ctas_form_pairs() -> None:
     size = "backward dQ and dK/dV 128 x 128 by tcgen05"
-    for made, end in ((plan(), ", dK/dV in pairs of CTAs"), (plan(64), ""), (plan(cta_pairs=False), "")):
+    pairs = ", dK/dV in pairs of CTAs"
+    for made, end in ((plan(), pairs), (plan(block=64), pairs), (plan(64), ""), (plan(cta_pairs=False), "")):
         assert support.refuses(made, B200, (0, 11, 2)) is None
         assert support.BACKEND.tile_sizes(made, B200).endswith(size + end)
 
