@@ -9,7 +9,8 @@
     10.0, 10.3             mma.sync, tiles copied by TMA; with KernelOptions(instruction="tcgen05"): tcgen05 where it has kernels
     12.0, 12.1             mma.sync, tiles copied by TMA
 
-The rest is about the kernels for Hopper. forward_sm100_tiles.py and backward_sm100_tiles.py choose the tiles on tcgen05;
+The rest is about the kernels for Hopper. forward_sm100_tiles.py and backward_sm100_tiles.py choose the tiles on tcgen05, the latter also
+where CTAs form pairs if the option cta_pairs asks for them;
 forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py those of the mma.sync kernels, by the card.
 describe_kernels.py has the choice as text.
 
