@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import io
+import json
 import os
 import pathlib
 import subprocess
@@ -13,10 +15,11 @@ import pytest
 
 import flexjax
 from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
+from flexjax.bench import torch_flex
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
 from tests.marks import some_slow
-from tools.device import check_one_kernel, check_sanitizer
+from tools.device import check_one_kernel, check_sanitizer, time_mma
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"
 
@@ -59,6 +62,23 @@ def test_one_kernel_of_128_queries_is_checked(name):
     plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
     assert choose_kernel.fused_is_faster(plan)
     assert backward_fused_tiles.fused_tiles(plan).queries == 128
+
+
+def test_a_torch_peer_that_does_not_compile_leaves_the_next_workload_its_own_times(monkeypatch, capsys):
+    """A process gives one answer for every two lines: the workload to compile, and the word to time it."""
+
+    def calls(problem):
+        if problem.name == "causal d128":
+            raise RuntimeError("does not compile")
+        return {"Flex": (lambda: problem.name, lambda: problem.name)}
+
+    monkeypatch.setattr(time_mma, "torch_calls", calls)
+    monkeypatch.setattr(torch_flex, "facts", dict)
+    monkeypatch.setattr(torch_flex, "events", lambda call, count: call())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("causal d128\ntime\nfull d64\ntime\n"))
+    time_mma.serve_torch()
+    answers = [json.loads(line.removeprefix("answer ")) for line in capsys.readouterr().out.splitlines()]
+    assert answers == [{"error": "RuntimeError: does not compile"}, {"Flex": ["full d64", "full d64"]}]
 
 
 def test_random_problems_are_drawn_from_their_seed_alone():

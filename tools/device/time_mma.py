@@ -100,7 +100,8 @@ def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[],
 
 def serve_torch() -> None:
     """Compiles the workload that each line of the input names, times it at the next line, and prints a line of JSON: peer ->
-    seconds of both passes, by CUDA events.
+    seconds of both passes, by CUDA events; {"error": why} in its place. There is one answer for every two lines, also where the
+    workload does not compile.
     """
     from flexjax.bench import torch_flex
     from flexjax.bench.suites import SUITES
@@ -108,12 +109,17 @@ def serve_torch() -> None:
     torch_flex.facts()
     named = {p.name: p for p in SUITES["gpu"]}
     for line in sys.stdin:
+        answer: dict[str, Any] = {}
+        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
         try:
             calls = torch_calls(named[line.strip()])
-            sys.stdin.readline()
-            answer: dict[str, Any] = {n: [torch_flex.events(c, 5) for c in passes] for n, passes in calls.items()}
         except Exception as error:  # a peer that fails says so and the others go on
-            answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            answer["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        sys.stdin.readline()
+        try:
+            answer |= {n: [torch_flex.events(c, 5) for c in passes] for n, passes in calls.items()}
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         print("answer " + json.dumps(answer), flush=True)
 
 
