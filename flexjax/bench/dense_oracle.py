@@ -165,7 +165,8 @@ def compare(got: Results, want: Rounding) -> tuple[float, list[str]]:
 
     got   results by name, of the shapes of `want.exact`; results that are not there are not compared
 
-    A result is wrong where its shape differs, it has NaN, it has -inf elsewhere, or it differs by more than is allowed.
+    A result is wrong where its shape differs, it has NaN, it has an infinity elsewhere or of the other sign, or it differs by more than
+    is allowed.
     """
     worst, wrong = 0.0, []
     for name, x in got.items():
@@ -177,8 +178,8 @@ def compare(got: Results, want: Rounding) -> tuple[float, list[str]]:
         if np.isnan(x).any():
             worst, wrong = np.inf, [*wrong, f"{name} has {int(np.isnan(x).sum())} NaN of {x.size}"]
             continue
-        if not np.array_equal(np.isfinite(x), np.isfinite(exact)):
-            worst, wrong = np.inf, [*wrong, f"{name} is infinite at other places than it should"]
+        if not np.array_equal(np.where(np.isfinite(x), 0.0, x), np.where(np.isfinite(exact), 0.0, exact)):
+            worst, wrong = np.inf, [*wrong, f"{name} is infinite at other places than it should, or of the other sign"]
             continue
         gap = np.abs(np.where(np.isfinite(x), x, 0.0) - np.where(np.isfinite(exact), exact, 0.0))
         ratio = float(gap.max(initial=0.0)) / allowed

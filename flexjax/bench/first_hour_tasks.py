@@ -278,8 +278,8 @@ def tune(suite: str, name: str, options: Options, seconds: float) -> Answer:
     the fastest tile and how many were timed; nothing is written to the user's file.
     """
     problem = workload(suite, name)
-    arrays, _ = gpu_peers.on_device(problem)
-    words: typing.Any = dict(mask_mod=masks.causal) if problem.mask == "causal" else {}
+    arrays, array = gpu_peers.on_device(problem)
+    words: typing.Any = dict(mask_mod=gpu_peers.mask_mod_of(problem), score_mod=gpu_peers.score_mod_of(problem, array))
     found = flexjax.autotune(
         arrays["q"], arrays["k"], arrays["v"],
         seconds=seconds, cache=False, progress=False, kernel_options=KernelOptions(**options), **words,

@@ -20,6 +20,7 @@ import numpy as np
 from flexjax.bench.inputs import REFERENCE, alone, random_arrays, sample_rows
 from flexjax.bench.kernel_times import device_time as device_time
 from flexjax.bench.suites import FA3, MODS, Workload, document_ids
+from flexjax.types import MaskMod, ScoreMod
 
 Attention = Callable[..., jax.Array]
 """q [B, T, N, D], k and v [B, T, M, D], what the mod reads or None -> out [B, T, N, D]."""
@@ -38,23 +39,36 @@ def flexjax(problem: Workload, deterministic: bool = True, **fields: Any) -> Att
     """
     import flexjax as package
 
-    block_mask = None
-    if problem.mask != "full":
-        allowed, length = problem.allowed(), problem.length
-        block_mask = package.create_block_mask(
-            lambda b, h, q, kv: jnp.asarray(allowed(q, kv)), None, None, length, length
-        )
+    block_mask, mask_mod, length = None, mask_mod_of(problem), problem.length
+    if mask_mod is not None:
+        block_mask = package.create_block_mask(mask_mod, None, None, length, length)
     options = package.KernelOptions(deterministic=deterministic, **fields)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: jax.Array | None) -> jax.Array:
         """Attention of one call: q [B, T, N, D], k and v [B, T, M, D]; `array` is what the score mod reads."""
-        score_mod = None
-        if problem.mod:
-            apply = MODS[problem.mod].apply
-            score_mod = lambda s, b, h, q, kv: apply(array, s, h, q, kv)
+        score_mod = score_mod_of(problem, array)
         return package.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, kernel_options=options)
 
     return attend
+
+
+def mask_mod_of(problem: Workload) -> MaskMod | None:
+    """The mask of a workload as a mask_mod; None for full attention."""
+    if problem.mask == "full":
+        return None
+    allowed = problem.allowed()
+    return lambda b, h, q, kv: jnp.asarray(allowed(q, kv))
+
+
+def score_mod_of(problem: Workload, array: jax.Array | None) -> ScoreMod | None:
+    """The mod of a workload as a score_mod; None for a workload without one.
+
+    array   what it reads
+    """
+    if not problem.mod:
+        return None
+    apply = MODS[problem.mod].apply
+    return lambda s, b, h, q, kv: apply(array, s, h, q, kv)
 
 
 def jax_nn(problem: Workload) -> Attention:

@@ -7,10 +7,12 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import flexjax
+from flexjax.autotune import Tuning
 from flexjax.bench import __main__ as command
 from flexjax.bench import (
     dense_oracle,
@@ -96,6 +98,27 @@ def test_small_errors_of_all_numbers_are_wrong():
     assert "out at (0, 1, 2, 3) is " in dense_oracle.compare({"out": spoiled}, want)[1][-1]
     spoiled[0, 0, 0, 0] = np.nan
     assert dense_oracle.compare({"out": spoiled}, want) == (np.inf, [f"out has 1 NaN of {spoiled.size}"])
+
+
+def test_an_infinity_of_the_other_sign_is_wrong():
+    """The lse of a row without visible keys is -inf."""
+    exact = np.asarray([0.5, -np.inf])
+    want = dense_oracle.Rounding({"lse": exact}, {"lse": 1e-6}, {})
+    assert dense_oracle.compare({"lse": exact}, want) == (0.0, [])
+    for wrong in ([0.5, np.inf], [0.5, 0.0], [-np.inf, -np.inf]):
+        assert dense_oracle.compare({"lse": np.asarray(wrong)}, want)[0] == np.inf
+
+
+def test_autotune_gets_the_mask_and_the_mod_of_a_workload(monkeypatch):
+    """It tuned full attention in place of any mask but the causal one."""
+    asked = {}
+    tuning = Tuning(flexjax.KernelOptions(), (), True, "xla", None)
+    monkeypatch.setattr(flexjax, "autotune", lambda *arrays, **words: asked.update(words) or tuning)
+    first_hour_tasks.tune("gpu-tiny", "learned pair 128", {}, 1.0)
+    problem = first_hour_tasks.workload("gpu-tiny", "learned pair 128")
+    q, k = np.ogrid[:40, :40]
+    np.testing.assert_array_equal(np.asarray(asked["mask_mod"](0, 0, q, k)), problem.allowed()(q, k))
+    assert float(asked["score_mod"](jnp.float32(1.0), *(jnp.int32(n) for n in (0, 0, 3, 4)))) != 1.0
 
 
 def test_float32_by_xla_may_be_rounded_to_tf32():
