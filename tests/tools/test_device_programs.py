@@ -64,6 +64,17 @@ def test_one_kernel_of_128_queries_is_checked(name):
     assert backward_fused_tiles.fused_tiles(plan).queries == 128
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
+@pytest.mark.parametrize("script", ["check_device", "check_pages", "time_decode"])
+@pytest.mark.parametrize("more", [[], ["--instruction", "tcgen05"]])
+def test_the_tiles_of_another_card_are_those_of_mma_sync(script, more, monkeypatch):
+    """Other kernels would run with the tiles of the card at hand."""
+    monkeypatch.setattr(sys, "argv", [script, "--card", "8.0", *more])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"tools.device.{script}").main()
+    assert ended.value.code == 2
+
+
 def test_a_torch_peer_that_does_not_compile_leaves_the_next_workload_its_own_times(monkeypatch, capsys):
     """A process gives one answer for every two lines: the workload to compile, and the word to time it."""
 

@@ -542,6 +542,8 @@ def main() -> int:
     parser.add_argument("--card", help="compute capability whose tiles and way of copying the kernels on mma.sync take")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.card and args.instruction != "mma":
+        parser.error("--card goes with --instruction mma")
     for name, value in ((INSTRUCTION, args.instruction), (CARD, args.card)):
         if value:
             os.environ[name] = value

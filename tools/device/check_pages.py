@@ -23,6 +23,8 @@ def main() -> int:
     parser.add_argument("--instruction", choices=["mma"])
     parser.add_argument("--card")
     args = parser.parse_args()
+    if args.card and args.instruction != "mma":
+        parser.error("--card goes with --instruction mma")
     test_pages.INSTRUCTION = args.instruction
     if args.card:
         sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")

@@ -131,6 +131,8 @@ def main() -> int:
     parser.add_argument("--card")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
+    if args.card and args.instruction != "mma":
+        parser.error("--card goes with --instruction mma")
     if args.card:
         sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
     failed = 0
