@@ -29,6 +29,7 @@ gradient (`gradient_loads`).
 import dataclasses
 import functools
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens, c
 from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
+    ListShape,
     TileLists,
     most_codes,
     most_visits,
@@ -101,13 +103,48 @@ def capture_gradients(
         total, slope = totals[load.capture], derivative.results[2 + load_number]
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
+        one = _OneLoad(plan, operands, tokens, captures, derivative, load_number, bias, card)
         if _kernel_scatters(plan, load):
-            found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias, card)
-            totals[load.capture] = total + found.reshape(total.shape)
+            totals[load.capture] = total + _scattered(one).reshape(total.shape)
         else:
-            sums = _load_sums(plan, operands, tokens, captures, derivative, load_number, bias, card)
-            totals[load.capture] = add_at(plan, operands, derivative, load, sums, total)
+            totals[load.capture] = add_at(plan, operands, derivative, load, _load_sums(one), total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
+
+
+class _OneLoad(typing.NamedTuple):
+    """One load of a captured array that wants a gradient, in a call.
+
+    plan               with extra features joined to the head dim
+    operands           of the call, whose block lists and origin say which tiles are visited
+    tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
+    derivative         score_mod with its derivatives
+    load_number        of the load among `gradient_loads(derivative)`
+    bias               which captured array is staged in shared memory
+    card               whose mma.sync kernel runs; None: the kernel for Hopper does
+    """
+
+    plan: KernelPlan
+    operands: Operands
+    tokens: Tokens[jax.Array]
+    captures: Captures[jax.Array]
+    derivative: ir.Program
+    load_number: int
+    bias: DenseBiasPlan
+    card: Card | None
+
+    @property
+    def load(self) -> ir.Load:
+        """The load."""
+        return gradient_loads(self.derivative)[self.load_number]
+
+    def kernel(self, shape: ListShape, sink: Sink, dtype: jax.typing.DTypeLike = jnp.float32) -> CaptureKernel:
+        """The kernel that sums g of the load over lists of tiles.
+
+        shape   of the lists
+        sink    what happens to g
+        dtype   of what the kernel writes for SUMS and MATRIX
+        """
+        return CaptureKernel(self.plan, self.derivative, self.load_number, shape, self.bias, sink, dtype, self.card)
 
 
 def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
@@ -168,40 +205,22 @@ def _shared(plan: KernelPlan, load: ir.Load) -> tuple[bool, bool]:
 # ------------------------------------------------------------------- sums of tiles
 
 
-def _load_sums(
-    plan: KernelPlan,
-    operands: Operands,
-    tokens: Tokens[jax.Array],
-    captures: Captures[jax.Array],
-    derivative: ir.Program,
-    load_number: int,
-    bias: DenseBiasPlan,
-    card: Card | None,
-) -> jax.Array:
+def _load_sums(one: _OneLoad) -> jax.Array:
     """The sums of g for one load that the kernel does not scatter (`_kernel_scatters`): [b, h, ...] float32. Those of a tile
     load have the dtype of the captured array instead if they are its whole gradient (`_sum_type`).
-
-    operands           of the call, whose block lists and origin say which tiles are visited
-    tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
-    derivative         score_mod with its derivatives
-    load_number        of the load among `gradient_loads(derivative)`
-    bias               which captured array is staged in shared memory
-    card               whose mma.sync kernel runs; None: the kernel for Hopper does
 
     b and h are 1 where the load does not depend on them (`_shared`: under an origin, positions may depend on b). "..."
     is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal and (T, S) for a tile load,
     without the padding of the tiles.
     """
-    load = gradient_loads(derivative)[load_number]
+    plan, tokens, captures, load = one.plan, one.tokens, one.captures, one.load
     kind, shared, tile = ir.classify_load(load).kind, _shared(plan, load), warpgroups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
-    lists = tile_lists(plan, operands.lists, shape)
+    lists = tile_lists(plan, one.operands.lists, shape)
     if kind == ir.TILE:
-        sum_type = _sum_type(plan, derivative, load_number)
-        kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.MATRIX, sum_type, card)
+        kernel = one.kernel(shape, Sink.MATRIX, _sum_type(plan, one.derivative, one.load_number))
         return _run(kernel, tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
-    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS, card=card)
-    sums = _summed(kernel, tokens, lists, captures)
+    sums = _summed(one.kernel(shape, Sink.SUMS), tokens, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
     if kind == ir.SCALAR:
         out = sums.sum(2)
@@ -290,16 +309,7 @@ def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax
 # ------------------------------------------------------------------- sums by element
 
 
-def _scattered(
-    plan: KernelPlan,
-    operands: Operands,
-    tokens: Tokens[jax.Array],
-    captures: Captures[jax.Array],
-    derivative: ir.Program,
-    load_number: int,
-    bias: DenseBiasPlan,
-    card: Card | None,
-) -> jax.Array:
+def _scattered(one: _OneLoad) -> jax.Array:
     """The gradient of the array of one load that `_kernel_scatters`: float32, one number for each element of the array
     in row-major order.
 
@@ -307,27 +317,20 @@ def _scattered(
     `_largest_total` knows none, a first kernel sums |g|. If the load's index repeats along the diagonals (`_period`),
     or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums the tiles of a
     diagonal in registers before it adds them. A total that is not finite makes every element NaN.
-
-    operands           of the call, whose block lists and origin say which tiles are visited
-    tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
-    derivative         score_mod with its derivatives
-    load_number        of the load among `gradient_loads(derivative)`
-    bias               which captured array is staged in shared memory
-    card               whose mma.sync kernel runs; None: the kernel for Hopper does
     """
-    load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
+    plan, tokens, captures, derivative = one.plan, one.tokens, one.captures, one.derivative
+    load, tile = one.load, warpgroups_for(plan) * ROWS
     whole = whole_tiles(plan, tile) if ir.classify_load(load).kind == ir.DIAGONAL else None
     period = 1 if whole else _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(plan, load), max(period, 1), whole)
-    lists = tile_lists(plan, operands.lists, shape, operands.origin)
-    total = _largest_total(plan, tokens, derivative, load_number)
+    lists = tile_lists(plan, one.operands.lists, shape, one.operands.origin)
+    total = _largest_total(plan, tokens, derivative, one.load_number)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
-        kernel = CaptureKernel(plan, derivative, load_number, everything, bias, Sink.MAGNITUDES, card=card)
-        total = _summed(kernel, tokens, tile_lists(plan, operands.lists, everything), captures).sum()
-    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SCATTER, card=card)
-    return _run(kernel, tokens, lists, captures, total)
+        visits = tile_lists(plan, one.operands.lists, everything)
+        total = _summed(one.kernel(everything, Sink.MAGNITUDES), tokens, visits, captures).sum()
+    return _run(one.kernel(shape, Sink.SCATTER), tokens, lists, captures, total)
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
