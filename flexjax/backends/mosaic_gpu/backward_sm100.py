@@ -212,7 +212,8 @@ class _Half:
         own_ready = self.scratch.own_ready
         if own_ready is not None:
             when((self.group == 0) & (total > 0))(lambda: self._announce(own_ready))
-        statistics = self._statistics(self.head, self.start, TILE, common.ALONG_ROWS) if by_query else None
+        place = self.inputs.tokens, sequence.b, self.head, self.start
+        statistics = common.statistics_of(*place, TILE, common.ALONG_ROWS) if by_query else None
 
         def begin(head: Scalar) -> RowMath:
             """P and dS of the own tokens for one query head."""
@@ -236,12 +237,6 @@ class _Half:
         plgpu.barrier_wait(self.scratch.own_full.at[0])
         plgpu.barrier_arrive(own_ready.at[0])
 
-    def _statistics(self, head: Scalar, start: Scalar, count: int, layout: object) -> tuple[jax.Array, jax.Array]:
-        """lse2 and delta of `count` queries of a head, as vectors in a layout."""
-        stats, queries = self.inputs.tokens.stats, pl.ds(start, count)
-        read = lambda which: kernel_parts.load(stats.at[self.sequence.b, head, which, queries], layout, optimized=False)
-        return read(0), read(1)
-
     def _visit(self, rows: RowMath, visit: VisitNow, statistics: tuple[jax.Array, jax.Array] | None) -> None:
         """P and dS of this half of a visited tile, to tensor memory; writes the direct gradients of the half.
 
@@ -253,7 +248,8 @@ class _Half:
         tile = rows.at_columns(column, visit.masked)
         if statistics is None:
             head = self.sequence.first_head + visit.head
-            statistics = self._statistics(head, column, half, common.ALONG_COLUMNS)
+            place = self.inputs.tokens, self.sequence.b, head, column
+            statistics = common.statistics_of(*place, half, common.ALONG_COLUMNS)
         lse2, delta = statistics
         scores, weights = overlaid(scratch.scores)
         cotangents, differences = overlaid(scratch.cotangents)

@@ -182,18 +182,26 @@ class IssuingWarps:
     def _multiply_scores(self, slot: Scalar, half: int) -> None:
         """Issues S of a half; `scores_full` gets an arrival when it has completed."""
         scratch = self.scratch
-        scores, _ = overlaid(scratch.scores)
-        visited = self._transposed(scratch.first, slot, half)
-        plgpu.tcgen05_mma(scores.at[half], scratch.own_first, visited, accumulate=False, collective_axis=self.pair)
-        self._commit(scratch.scores_full.at[half])
+        self._set(overlaid(scratch.scores)[0], scratch.own_first, scratch.first, slot, half, scratch.scores_full)
 
     def _multiply_cotangents(self, slot: Scalar, half: int) -> None:
         """Issues dP of a half; `cotangents_full` gets an arrival when it has completed."""
         scratch = self.scratch
-        cotangents, _ = overlaid(scratch.cotangents)
-        visited = self._transposed(scratch.second, slot, half)
-        plgpu.tcgen05_mma(cotangents.at[half], scratch.own_second, visited, accumulate=False, collective_axis=self.pair)
-        self._commit(scratch.cotangents_full.at[half])
+        self._set(
+            overlaid(scratch.cotangents)[0], scratch.own_second, scratch.second, slot, half, scratch.cotangents_full
+        )
+
+    def _set(self, target: Ref, own: Ref, ring: Ref, slot: Scalar, half: int, full: Ref) -> None:
+        """Issues target = own visited^T for a half.
+
+        target   [2, 128, 64] in tensor memory, a tile for each half
+        own      [128, D or E] in shared memory
+        ring     of the visited tiles
+        full     barriers of the halves; that of this half gets an arrival when the product has completed
+        """
+        visited = self._transposed(ring, slot, half)
+        plgpu.tcgen05_mma(target.at[half], own, visited, accumulate=False, collective_axis=self.pair)
+        self._commit(full.at[half])
 
     def _add(self, total: Ref, left: Ref, ring: Ref, slot: Scalar, half: int, accumulate: Scalar | bool) -> None:
         """Issues total += left visited for a half; without `accumulate` total = left visited.

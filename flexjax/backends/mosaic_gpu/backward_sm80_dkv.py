@@ -18,7 +18,7 @@ import jax
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs
+from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.registers import zero_tile
@@ -134,7 +134,9 @@ class _Cta(VisitingCta):
         interpret, head = self.plan.options.interpret, self.sequence.first_head + visit.head
         tile = rows.at_columns(visit.start, visit.masked)
         q_tile, out_tile = self.visited.arrive(visit)
-        lse2, delta = self.statistics(head, visit.start, self.tiles.visited, ALONG_COLUMNS)
+        lse2, delta = statistics_of(
+            self.inputs.tokens, self.sequence.b, head, visit.start, self.tiles.visited, ALONG_COLUMNS
+        )
         own_key, own_value = self.visited.own()
         s = product_transposed(own_key, q_tile, interpret)
         found = tile.probabilities(s, lse2)

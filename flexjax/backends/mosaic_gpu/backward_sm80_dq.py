@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs
+from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.pair_bias import DirectGradient
@@ -97,7 +97,7 @@ class _Cta(VisitingCta):
         """
         plan, tokens, sequence, q0 = self.plan, self.inputs.tokens, self.sequence, self.group_start
         b, h, size = sequence.b, sequence.first_head, self.tiles.rows
-        lse2, delta = self.statistics(h, q0, size, ALONG_ROWS)
+        lse2, delta = statistics_of(self.inputs.tokens, b, h, q0, size, ALONG_ROWS)
         self.visited.begin((tokens.query, tokens.d_out), h, self.own_start, plan.q_len, sequence.first())
 
         def step(rows: RowMath, visit: VisitNow, dq: jax.Array) -> jax.Array:

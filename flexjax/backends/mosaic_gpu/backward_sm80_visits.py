@@ -12,12 +12,10 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import kernel_parts
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
@@ -318,12 +316,3 @@ class VisitingCta:
     def group_start(self) -> Scalar:
         """Number of the first token that this warpgroup owns."""
         return self.own_start + self.visited.copies.group * self.tiles.rows
-
-    def statistics(self, head: Scalar, first: Scalar, count: int, layout: typing.Any) -> tuple[jax.Array, jax.Array]:
-        """lse2 and delta, [count] float32, of the queries from number `first` on of one head.
-
-        layout   in registers: backward_sm90_common.ALONG_ROWS or ALONG_COLUMNS
-        """
-        stats, queries = self.inputs.tokens.stats, pl.ds(first, count)
-        one = lambda which: kernel_parts.load(stats.at[self.sequence.b, head, which, queries], layout, optimized=False)
-        return one(0), one(1)

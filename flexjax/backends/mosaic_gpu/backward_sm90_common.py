@@ -124,6 +124,18 @@ class Captures(typing.NamedTuple, typing.Generic[Part]):
     origin: tuple[Part, ...] = ()
 
 
+def statistics_of(
+    tokens: Tokens[Ref], b: Scalar, head: Scalar, first: Scalar, count: int, layout: object
+) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: lse2 and delta, [count] float32, of the queries from number `first` on of one query head, read from global memory.
+
+    layout   in registers: ALONG_ROWS or ALONG_COLUMNS
+    """
+    queries = pl.ds(first, count)
+    one = lambda which: kernel_parts.load(tokens.stats.at[b, head, which, queries], layout, optimized=False)
+    return one(0), one(1)
+
+
 def captures_of(operands: Operands) -> Captures[jax.Array]:
     """The captured arrays of `operands` as kernels take them (`memory.kernel_operand`: booleans as int8, scalars as
     [1]), and the two tables of its origin, () without one.

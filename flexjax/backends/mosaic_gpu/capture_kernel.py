@@ -400,10 +400,7 @@ class ListCta:
         memory.
         """
         b, h, q0, _ = self.kernel.corner(visit)
-        own = pl.ds(q0 + group * ROWS, ROWS)
-        stats = self.inputs.tokens.stats
-        read = lambda n: kernel_parts.load(stats.at[b, h, n, own], common.ALONG_ROWS, optimized=False)
-        return read(0), read(1)
+        return common.statistics_of(self.inputs.tokens, b, h, q0 + group * ROWS, ROWS, common.ALONG_ROWS)
 
     def scatter(
         self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar | int
