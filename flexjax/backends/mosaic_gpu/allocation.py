@@ -20,8 +20,16 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
 
 
 def allocated(part: Description, interpret: bool) -> object:
-    """The Pallas allocation for `part`, a description of shared or tensor memory: barriers, a plain array, tiles in
-    tensor memory, or tiles in shared memory with the largest swizzle up to `part.swizzle` that divides a row.
+    """The Pallas allocation for `part`, a description of shared or tensor memory, from which `launch` (kernel_parts.py) makes a Ref:
+
+        description           allocation
+        SwizzledTiles         shared memory of its shape, with the largest swizzle up to `part.swizzle` that divides a row
+        PlainArray            shared memory of its shape, in row-major order
+        Barriers              so many mbarriers; of a count of None one that takes no index
+        TensorTiles           tensor memory of its shape
+        OverlaidTensorTiles   both arrays of tiles at one place of tensor memory; in the simulator each has a place of its own
+        ClusterTiles          shared memory [groups, rows * columns] float32. `launch` does not ask for it in the simulator
+        ClusterBarriers       shared memory [groups, 4] int32 for two mbarriers a group; in the simulator barriers of the cluster
 
     interpret   whether the kernel runs in the simulator
     """
@@ -55,11 +63,12 @@ def allocated(part: Description, interpret: bool) -> object:
 
 
 def swizzled(columns: int, item: int, largest: int = 128) -> tuple[typing.Any, ...]:
-    """The transforms by which Pallas stores swizzled tiles: pieces of 8 rows of as many bytes as the swizzle has.
+    """The two transforms by which Pallas stores swizzled tiles: (tiling, in pieces of 8 rows of as many bytes as the swizzle has;
+    the swizzle). The swizzle is the largest of 128, 64 and 32 bytes that divides a row; StopIteration if none does.
 
     columns   of a row
     item      bytes of an element
-    largest   swizzle in bytes that is allowed; it is the largest one up to that which divides a row
+    largest   a larger swizzle, in bytes, is not taken
     """
     swizzle = swizzle_bytes(columns, item, largest)
     return plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says

@@ -105,6 +105,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _fetch_add(counter: ir.Value) -> ir.Value:
-    """Adds one to the counter, a memref in global memory, and returns the i32 that it was before; runs in one thread."""
+    """Emits an addition of one to the counter, a memref in global memory, and returns the i32 that it was before. Every thread that
+    runs it adds one, so callers emit it inside `_one_thread`.
+    """
     i32 = ir.IntegerType.get_signless(32)
     return ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", mgpu_utils.memref_ptr(counter), result=i32)

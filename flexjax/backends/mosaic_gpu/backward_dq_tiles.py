@@ -104,8 +104,8 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
     bias   says which array is staged and which direct gradients leave through shared memory
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
-    for each part's copy, those of free slots one of each computing warpgroup. `own_full` expects two copies, Q and dO,
-    for each batch entry and part.
+    for each copy: of each part of K or V (float_parts.py), of a staged tile one. Those of free slots expect one of each
+    computing warpgroup. `own_full` expects two copies, Q and dO, for each batch entry and part.
     """
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     swizzle = swizzle_for(tiles.keys)
@@ -136,14 +136,16 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     """Sizes of the dQ kernel that fit shared memory less MARGIN, the best first; empty if none fit.
 
-    bias   dtypes of the staged array and of the direct gradients
+    bias   dtypes of the staged array and of the direct gradients, and how many batch entries a CTA takes
 
-    They differ in ring depths, and for float32 or split columns also in tile sizes. Staging goes before deeper rings of
-    keys and values, and a second slot of keys before one of values. The CTA owns block_q_bwd queries, by default 128,
-    or 64 where 128 does not divide the mask's blocks. It visits 128 keys for padded head dims up to 128 and small mods
-    (`computes_little`), otherwise 64; 64 too where block_kv_bwd or the mask's blocks ask for it. Where float32 operands
-    do not fit, it owns 64 queries, or visits 32 keys. Where columns are split it visits at most 64 keys, or 32 where
-    these do not fit.
+    The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's blocks. It visits 128
+    keys for a padded head dim of queries and keys up to 128 and small mods (`computes_little`), otherwise 64; 64 too
+    where block_kv_bwd or the mask's blocks ask for it, and where two CTAs share the columns. Only for float32, and where
+    CTAs share the columns, smaller tiles follow: for float32 with 64 owned queries (unless block_q_bwd is set), then for
+    both with SMALLEST_TILE visited keys.
+
+    For each of these sizes the ring depths (keys, values, staged array) are, in this order, (2, 2, 2), (2, 2, 1),
+    (2, 1, 1) and (1, 1, 1) if an array is staged, then (2, 2, 0), (2, 1, 0) and (1, 1, 0), by which it is not.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     split = ctas_of(plan) > 1
@@ -163,17 +165,18 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
 
 def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
-    """Whether the dQ kernel has sizes that fit shared memory with the direct gradients of `bias`, with the array of
-    `bias` staged or, where that leaves no room, read from global memory.
+    """Whether the dQ kernel has sizes that fit shared memory with the direct gradients and the batch entries of `bias`,
+    with the array of `bias` staged or, where that leaves no room, read from global memory. By this pair_bias.py decides
+    how many gradients are direct, and support.py refuses plans (with NO_DENSE_BIAS).
     """
     return bool(_candidates(plan, bias))
 
 
 def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
-    """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: 64 keys, rings of one slot,
-    one batch entry and no staged array.
+    """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: the owned queries of
+    `_candidates`, 64 keys, rings of one slot, one batch entry and no staged array.
 
-    bias   dtypes of the staged array and of the direct gradients
+    bias   dtypes of the staged array and of the direct gradients, and how many batch entries a CTA takes
     """
     found = _candidates(plan, bias)
     if found:

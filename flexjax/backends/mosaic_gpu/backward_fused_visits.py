@@ -37,7 +37,8 @@ class QueryVisits(typing.NamedTuple, typing.Generic[Part]):
     """The visits of each key tile, int32 [batch or 1, heads or 1, key tiles, ...]: arrays outside a kernel, Refs inside.
 
     num           [...] how many query tiles a key tile visits (None: all)
-    codes         [..., width] query tile * 2, plus 1 where the mask applies, ascending (None: all query tiles)
+    codes         [..., width] query tile * 2, plus 1 where the mask applies, ascending; those past `num` mean nothing (None:
+                  all query tiles)
     tickets       [..., query tiles] see dq_order.py (None: additions are in any order, or every key tile visits all queries)
     launch_order  [...] numbers of the key tiles, those with most visits first, where additions are in any order (None: CTAs
                   of a head take its key tiles in ascending order)
@@ -60,8 +61,12 @@ def query_visits(
     """The visits that each of `kv_tiles` tiles of FUSED_KEYS keys makes to `q_tiles` tiles of `queries` queries;
     computed before the kernel, on the host if the lists are known, else by XLA.
 
-    lists   the block lists of each key block
-    order   of the additions to dQ, None for any order
+    plan       of the call
+    lists      the block lists of each key block
+    kv_tiles   key tiles of a head; the result has lists for these alone
+    q_tiles    query tiles of a head, the tickets' last dimension
+    queries    of a query tile; it divides the mask's blocks
+    order      of the additions to dQ, None for any order
 
     Every field is None without a block mask, because each key tile then visits all query tiles. With one, `tickets` are
     None unless `order` is given, and `launch_order` is None if `order` is given or both lists are missing; in that last

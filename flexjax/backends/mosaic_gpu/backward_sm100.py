@@ -63,7 +63,8 @@ def backward_dq(
     tiles: Tcgen05Tiles,
     gradients: tuple[DirectGradient, ...],
 ) -> Outputs[jax.Array]:
-    """dQ and the direct gradients, one CTA for each query tile of each query head. What lies past the ends is undefined.
+    """Runs the dQ kernel on tcgen05, one CTA for each tile of 128 queries of each query head: Outputs(dQ times scale, None, the direct
+    gradients). What lies past the ends is undefined.
 
     The arguments are those of `backward_sm80_dq.backward_dq`. It has no pairs of CTAs, whatever `tiles` says.
     """
@@ -76,7 +77,7 @@ def backward_dq(
     math = TileMath(plan, derivative, (TILE, tiles.half), "q", (TILE, TILE), loads_too=loads)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dQ kernel, in each warpgroup of a CTA."""
+        """The dQ kernel: finds what this CTA owns and visits, and runs one of its three warpgroups (`_run`)."""
         program, may_be_masked = lax.axis_index("program"), plan.mask is not None or plan.blocks is not None
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
@@ -102,7 +103,9 @@ def backward_dkv(
     """dK and dV, one CTA for each key tile of each key head, or a pair of CTAs for each two neighbouring ones (`tiles.pairs`). What lies past
     the ends is undefined.
 
-    The arguments are those of `backward_sm80_dkv.backward_dkv`.
+    call    plan, programs and padded arrays of the call
+    lists   the block lists of each key block; of a head, CTAs with the most visits start first
+    tiles   sizes of the kernel
     """
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
     owned = TILE * tiles.ctas
@@ -112,7 +115,7 @@ def backward_dkv(
     math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dK/dV kernel, in each warpgroup of a CTA."""
+        """The dK/dV kernel: finds what this CTA owns and visits, and runs one of its three warpgroups (`_run`)."""
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, plan.group == 1, TILE)
         may_be_masked, first_head = plan.mask is not None or plan.blocks is not None, own.key_head * plan.group
         sequence = VisitSequence(visits, inputs.lists, own.b, first_head, plan.group, own.tile, TILE, may_be_masked)
@@ -153,7 +156,7 @@ def _launch(
 
 
 def _total(sequence: VisitSequence) -> Scalar:
-    """How many visits a CTA makes, over all of its heads."""
+    """How many visits a CTA makes over all of its heads, read from the block lists in the kernel."""
     count = lambda head: sum(sequence.counts(head))
     if sequence.heads == 1:
         return i32(count(i32(0)))
@@ -161,7 +164,7 @@ def _total(sequence: VisitSequence) -> Scalar:
 
 
 def _run(issuing: IssuingWarps, half: "_Half") -> None:
-    """Runs one warpgroup of a CTA: that of a half or, as the last of them, the issuing one."""
+    """Runs the calling warpgroup of a CTA: warpgroups 0 and 1 compute (`half.compute`), 2 copies and issues (`issuing.run`)."""
     role = lax.axis_index("wg")
     when(role < HALVES)(lambda: half.compute(issuing.total))
     when(role == HALVES)(issuing.run)
@@ -204,8 +207,11 @@ class _Half:
         return self.math.plan.options.interpret
 
     def compute(self, total: Scalar) -> None:
-        """Computes every visit, `total` of them, and writes the gradients of the own tokens in the dtypes of their arrays; dQ and dK
-        times scale.
+        """What a computing warpgroup does: it raises its register limit, computes its half of every visit (`_visit`), writes zeros to
+        skipped tiles of direct gradients, waits until all products have completed, and writes its share of the columns of the own
+        tokens' gradients: of dQ times scale, or of dK times scale and of dV, in the plan's dtype.
+
+        total   visits of the CTA over all heads; if it is 0, nothing is waited for, and the gradients are zeros
         """
         plgpu.set_max_registers(self.tiles.computing_registers, action="increase")
         sequence, by_query = self.sequence, self.math.row_axis == "q"
@@ -216,11 +222,13 @@ class _Half:
         statistics = common.statistics_of(*place, TILE, common.ALONG_ROWS) if by_query else None
 
         def begin(head: Scalar) -> RowMath:
-            """P and dS of the own tokens for one query head."""
+            """The RowMath of the own tokens for one query head, as `VisitSequence.each` calls it; `head` is its number among the heads
+            of the CTA.
+            """
             return self.math.at_rows(sequence.b, sequence.first_head + head, self.start, self.inputs.captures)
 
         def step(rows: RowMath, visit: VisitNow, carry: Scalar) -> Scalar:
-            """One visit."""
+            """Makes one visit, as `VisitSequence.each` calls it; returns `carry`, which means nothing here, as it is."""
             self._visit(rows, visit, statistics)
             return carry
 
@@ -238,10 +246,15 @@ class _Half:
         plgpu.barrier_arrive(own_ready.at[0])
 
     def _visit(self, rows: RowMath, visit: VisitNow, statistics: tuple[jax.Array, jax.Array] | None) -> None:
-        """P and dS of this half of a visited tile, to tensor memory; writes the direct gradients of the half.
+        """Computes P and dS of this half of a visited tile and writes them to tensor memory in the plan's dtype, for the products of the
+        issuing warp; writes the half's tile of each direct gradient to global memory.
 
-        rows         P and dS of the own tokens, for the head of the visit
-        statistics   lse2 and delta of the own tokens; None where those of the visited tokens are read
+        rows         the RowMath of the own tokens, for the head of the visit
+        visit        the visit
+        statistics   lse2 and delta of the own queries; None in the dK/dV kernel, which reads those of the visited queries here
+
+        It waits at `scores_full` for S and at `cotangents_full` for dP, and arrives at `differences_full` when dS is written. P times
+        the dropout multiplier is written in the dK/dV kernel alone, which then arrives at `weights_full`.
         """
         scratch, group, half, dtype = self.scratch, self.group, self.tiles.half, self.math.plan.dtype
         column = visit.start + group * half
@@ -276,11 +289,19 @@ class _Half:
     # ----------------------------------------------------------------- results
 
     def _gradient_tile(self, one: DirectGradient, output: Ref, kv0: Scalar) -> Ref:
-        """This warpgroup's part of the tile of a direct gradient: the own queries, keys from kv0 on."""
+        """A Ref to this warpgroup's part of a tile of a direct gradient in global memory, [own queries, keys of a half]; nothing is read
+        or written.
+
+        one      the direct gradient
+        output   its whole array
+        kv0      first key of the part
+        """
         return one.tile(output, self.sequence.b, self.head, self.start, kv0, self.math.shape)
 
     def _write_zeros(self) -> None:
-        """Zeros in the tiles of direct gradients that the block mask skips."""
+        """Writes zeros to this warpgroup's half of those tiles of all direct gradients whose keys the block mask skips for the own
+        queries. Nothing without direct gradients or without a block mask.
+        """
         skipped = self.inputs.skipped
         if not self.gradients or skipped.full_num is None:
             return
@@ -288,7 +309,7 @@ class _Half:
 
         @pl.loop(0, count)
         def one_tile(i: Scalar) -> None:
-            """Zeros in this warpgroup's half of one tile of each direct gradient."""
+            """Writes zeros to this warpgroup's half of the i-th skipped tile of each direct gradient."""
             tile = self.sequence.visits.tile(skipped, self.sequence.b, self.head, self.sequence.tile, i, False)
             kv0 = tile * TILE + self.group * self.tiles.half
             for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
@@ -296,17 +317,19 @@ class _Half:
                 self._gradient_tile(one, output, kv0)[...] = zeros.astype(one.dtype)
 
     def _write(self, output: Ref, sums: Ref, scale: float, total: Scalar) -> None:
-        """Writes a gradient of the own tokens to global memory, COLUMNS_AT_ONCE columns at a time, the two warpgroups in turn; zeros
-        without visits.
+        """Writes this warpgroup's share of a gradient of the own tokens to global memory, in the plan's dtype: every second group of
+        COLUMNS_AT_ONCE columns, of which warpgroup 0 has the first. Tokens past the end are not written.
 
-        sums    [1, 128, D or E] in tensor memory
-        scale   multiplies them
+        output   the whole array of the gradient
+        sums     [1, 128, D or E] in tensor memory, complete
+        scale    multiplies them
+        total    visits of the CTA; if it is 0, zeros are written, because `sums` holds nothing
         """
         plan, dim = self.math.plan, sums.shape[-1]
         target = rows_of(output, plan.layout, self.sequence.b, self.head, self.start, TILE)
 
         def write(first: int) -> None:
-            """Writes the columns from `first` on."""
+            """Writes the columns from `first` on, at most COLUMNS_AT_ONCE of them."""
             count = min(COLUMNS_AT_ONCE, dim - first)
             columns = pl.ds(first, count)
             part = lambda: load_tile(sums.at[0, :, columns], self.interpret) * jnp.float32(scale)

@@ -53,8 +53,8 @@ class IssuingWarps:
 
     plan             of the call, with extra features joined to the head dim
     tiles, scratch   sizes of the kernel; Refs to the CTA's shared and tensor memory
-    own, visited     arrays over the own and over the visited tokens in global memory, first and second
-    own_head         head of the own tokens in their arrays
+    own, visited     (A, B) and (X, Y) of the table at the top of this file, whole arrays in global memory
+    own_head         head of the own tokens in their arrays: query head for dQ, key head for dK/dV
     sequence         which tiles are visited
     total            how many visits there are
     """
@@ -79,7 +79,7 @@ class IssuingWarps:
 
         @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         def by_warp(warp: Scalar) -> None:
-            """Each warp its own loop."""
+            """Runs the loop of one warp: `_copy` in COPYING_WARP, `_multiply` in PRODUCT_WARP, nothing in the others."""
             with one_warp():
                 when((warp == COPYING_WARP) & (self.total > 0))(self._copy)
                 multiplies = (warp == PRODUCT_WARP) & (self.total > 0)
@@ -90,7 +90,9 @@ class IssuingWarps:
     # ----------------------------------------------------------------- copies
 
     def _copy(self) -> None:
-        """Copies the own tokens, each 16 rows to their lanes (sm100_tiles.py), and the tiles of every visit."""
+        """Starts the copies of the own tokens, 16 rows at a time to their lanes (sm100_tiles.py), and of both tiles of every visit, each
+        when its slot is free. It marks all slots as free at the start, and waits at the end until all are free again.
+        """
         scratch, sequence, layout = self.scratch, self.sequence, self.plan.layout
         start = functools.partial(own_start, sequence, self.tiles)
         for array, target in zip(self.own, (scratch.own_first, scratch.own_second), strict=True):
@@ -101,7 +103,9 @@ class IssuingWarps:
             plgpu.barrier_arrive(scratch.free.at[slot])
 
         def step(_: None, visit: VisitNow, carry: Scalar) -> Scalar:
-            """Begins the copies of a visit, when its slot is free."""
+            """Waits until the slot of a visit is free and starts the copies of its two tiles, as `VisitSequence.each` calls it; returns
+            `carry`, which means nothing here, as it is.
+            """
             slot, head = slot_of(visit.number, self.tiles.slots), sequence.visited_head(visit.head)
             plgpu.barrier_wait(scratch.free.at[slot])
             rings = scratch.first, scratch.second
@@ -136,7 +140,9 @@ class IssuingWarps:
     # ----------------------------------------------------------------- products
 
     def _multiply(self) -> None:
-        """Issues the products of every visit."""
+        """Issues the products of all visits in the order at the top of this file. It waits for copies and for P and dS, not for
+        products: tcgen05.commit arrives at a slot's `free` after the products of each visit, and at `sums_full` after the last.
+        """
         scratch, slots = self.scratch, self.tiles.slots
         first_ring, second_ring = (scratch.first, scratch.second) if scratch.columns is None else scratch.columns
         plgpu.barrier_wait((scratch.own_full if scratch.own_ready is None else scratch.own_ready).at[0])
@@ -146,7 +152,9 @@ class IssuingWarps:
             self._multiply_cotangents(i32(0), half)
 
         def step(n: Scalar, _: None) -> None:
-            """The sums of visit n, and S and dP of visit n + 1, of both halves."""
+            """Issues, for both halves, the additions to the sums for visit n, once P and dS are there, and S and dP of visit n + 1, if
+            there is one. The first addition of all overwrites what the sums held.
+            """
             more = n + 1 < self.total
             slot, following = slot_of(n, slots), slot_of(n + 1, slots)
             when(more)(lambda: plgpu.barrier_wait(scratch.full.at[following]))
@@ -180,12 +188,16 @@ class IssuingWarps:
         return tile.transpose((1, 0))
 
     def _multiply_scores(self, slot: Scalar, half: int) -> None:
-        """Issues S of a half; `scores_full` gets an arrival when it has completed."""
+        """Issues S = A X^T of one half of the visited tile in a slot, overwriting S (and P) of the half in tensor memory; the half's
+        barrier `scores_full` gets an arrival when the product has completed.
+        """
         scratch = self.scratch
         self._set(overlaid(scratch.scores)[0], scratch.own_first, scratch.first, slot, half, scratch.scores_full)
 
     def _multiply_cotangents(self, slot: Scalar, half: int) -> None:
-        """Issues dP of a half; `cotangents_full` gets an arrival when it has completed."""
+        """Issues dP = B Y^T of one half of the visited tile in a slot, overwriting dP (and dS) of the half in tensor memory; the half's
+        barrier `cotangents_full` gets an arrival when the product has completed.
+        """
         scratch = self.scratch
         self._set(
             overlaid(scratch.cotangents)[0], scratch.own_second, scratch.second, slot, half, scratch.cotangents_full
@@ -204,10 +216,13 @@ class IssuingWarps:
         self._commit(full.at[half])
 
     def _add(self, total: Ref, left: Ref, ring: Ref, slot: Scalar, half: int, accumulate: Scalar | bool) -> None:
-        """Issues total += left visited for a half; without `accumulate` total = left visited.
+        """Issues total += left @ visited for a half; it does not wait.
 
-        total   [1, 128, D or E] in tensor memory
-        left    P or dS of both halves in tensor memory
+        total        `sum_first` or `sum_second`, [1, 128, D or E] in tensor memory
+        left         dS or P of both halves in tensor memory
+        ring, slot   where the visited tile is in shared memory
+        half         0 or 1
+        accumulate   False: total = left @ visited, for the first product into the sum
         """
         weights = left.at[half, :, pl.ds(0, self.tiles.half)]
         visited = self._half(ring, slot, half)

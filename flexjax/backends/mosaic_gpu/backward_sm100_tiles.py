@@ -152,8 +152,9 @@ def scratch(plan: KernelPlan, tiles: Tcgen05Tiles, both: bool) -> Scratch[Descri
 
 
 def backward_tiles(plan: KernelPlan) -> Tcgen05Tiles | None:
-    """The sizes of the kernel for a plan that asks for tcgen05; None where the kernels on mma.sync run its backward pass: above head dim
-    LARGEST_DIM, for mask blocks that are no multiples of 128, and where the options ask for tiles other than 128.
+    """The sizes of the kernel for a plan that asks for tcgen05: three slots, or two where three do not fit shared memory. None where the
+    kernels on mma.sync run its backward pass: above head dim LARGEST_DIM, for mask blocks that are no multiples of 128, where the
+    options ask for tiles other than 128, and where two slots do not fit either.
 
     plan   with the blocks of `sm100_support.visited_blocks` for the backward pass
     """

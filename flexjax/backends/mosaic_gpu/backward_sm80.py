@@ -26,9 +26,17 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
-    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
+    """Runs the backward pass by mma.sync or, where the options ask for that, by tcgen05: the gradients of the wanted operands, each in
+    the shape and dtype of its operand; None for the others.
 
-    A kernel runs only if one of its gradients is wanted. The dQ kernel also writes direct gradients of captured arrays (pair_bias.py).
+    plan    of the call, as `support` takes it; its extra features are joined to the head dim here
+    given   operands and results of the forward pass, cotangents of the results, which gradients are wanted, and score_mod with its
+            derivatives
+    card    says how tiles are copied and which of them fit
+
+    A kernel runs only if one of its gradients is wanted. The dQ kernel also writes the direct gradients of captured arrays
+    (pair_bias.py), so it may run although dQ is not wanted; capture_gradients.py sums the other ones. Up to padded head dim
+    LARGEST_JOINT_DIM the dK/dV kernel on mma.sync runs once for those of dK and dV that are wanted, above it once for each of them.
     """
     operands, wanted, derivative = given.operands, given.wanted, given.derivative
     d_out = given.d_out.astype(operands.query.dtype)

@@ -53,7 +53,7 @@ def backward_dq(
     heads = plan.batch * plan.q_heads
 
     def kernel(inputs: Inputs[Ref], outputs: DqOutputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dQ kernel, in each warpgroup of a CTA."""
+        """The dQ kernel: finds the query tile that this CTA owns and runs the calling warpgroup (`_Cta.compute`)."""
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
         b, h = lax.div(head, jnp.int32(plan.q_heads)), lax.rem(head, jnp.int32(plan.q_heads))
@@ -113,8 +113,8 @@ class _Cta(VisitingCta):
         write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - q0, plan.options.interpret)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, dq: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.Array:
-        """Makes one visit: waits for the visited tiles, writes the direct gradients of the tile, and returns `dq` with
-        dS K of the tile added.
+        """Makes one visit: waits for the visited tiles, writes the tile of each direct gradient to global memory, and
+        returns `dq` with dS K of the tile, without scale, added.
 
         rows          P and dS of this warpgroup's rows
         visit         the visit

@@ -125,8 +125,9 @@ def dkv_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
 
 
 def refuses(plan: KernelPlan, card: Card) -> str | None:
-    """A sentence that says that the kernels have no tile on this card with the block_q_bwd or, if that fits, the
-    block_kv_bwd that the options ask for; None if both have one.
+    """A sentence that says that the dQ kernel or, if that has a tile, the dK/dV kernel has no tile for this plan on this
+    card: none that has the head dims, divides the mask's blocks and is the block_q_bwd (dQ) or block_kv_bwd (dK/dV) of
+    the options, if these are set; None if both have one.
     """
     for name, found in (("block_q_bwd", dq_candidates(plan, card)), ("block_kv_bwd", dkv_candidates(plan, card))):
         if not found:
@@ -142,6 +143,7 @@ def _fitting(
     plan: KernelPlan, card: Card, sizes: dict[int, tuple[Size, ...]], block: int | None, asked: int | None
 ) -> tuple[Tiles, ...]:
     """The sizes among `sizes` that fit the plan's head dims and the card, the expected best first; empty if none do.
+    Head dims are at most 256: support.py refuses larger ones before.
 
     sizes   largest padded head dim -> (rows, groups, visited, slots) of each candidate
     block   tokens of a block of the mask on the owned axis, which the owned tokens must divide; None: there are no

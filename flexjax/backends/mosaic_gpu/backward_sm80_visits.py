@@ -263,7 +263,7 @@ class VisitedTiles:
 
     def _fetch(self, visit: Visit, number: Scalar) -> None:
         """Starts the copies of both tiles of a visit to their slots, and does not wait; nothing if there is no such
-        visit.
+        visit. The caller ends the group of copies (`Copies.commit`), also where there is no such visit.
 
         number   of the visit over all visits of the CTA, which gives the slot
         """

@@ -90,7 +90,8 @@ def gradients_of(
 
     plan                      of the call, with extra features apart
     operands                  of the call, of which the sinks are read
-    stats                     row statistics (row_statistics.py)
+    stats                     row statistics (row_statistics.py), read for the sinks alone
+    wanted                    which gradients are returned; others are None even if they were computed
     d_query, d_key, d_value   padded, with extra features in the head dim; None for those that are not computed
     captured                  of the captured arrays of score_mod, returned as they are
     """
@@ -115,7 +116,10 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
 
     sinks   [N]
     stats   [B, N, 2, T'] row statistics (row_statistics.py), whose delta is rowsum(dO * O) - d_lse. Their lse2 is lse
-            itself where scores may be large. Rows that see no key add nothing
+            itself where scores may be large
+
+    A row that sees no key has lse = sink_n and O = 0, so it adds its d_lse. Rows past the end, and rows whose lse is -inf
+    because their sink is -inf too, add nothing.
     """
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]

@@ -353,7 +353,8 @@ class ColumnMath:
         lse2   of row_statistics.py, a vector over the queries
 
         Without a score_mod the scale is part of the exponent, and there are no results. Where scores may be large, lse2
-        is lse, subtracted before the scaling by log2(e); otherwise the parts of `Scaled` are applied in the exponent.
+        is lse, subtracted before the scaling by log2(e). Otherwise the factors, row term and slope that the program keeps apart
+        from the tile of scores (`TileProgram.scaled_tile`) are applied in the exponent.
         """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:

@@ -155,6 +155,7 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     LARGEST_ARRAY; the tiles to add up are more than int32 can number; or the head dims of float32 are too large for
     shared memory.
 
+    plan         of the call, with extra features apart
     derivative   score_mod with its derivatives
     wanted       for each captured array: whether its gradient is asked for
     """

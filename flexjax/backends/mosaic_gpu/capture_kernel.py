@@ -424,8 +424,9 @@ class ListCta:
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
 
     def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar | int) -> None:
-        """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype, or for SCATTER adds
-        those of a diagonal to the array, unless the list is empty.
+        """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype; for SCATTER adds those of
+        a diagonal to the array instead, or nothing if the list is empty. Called once, after the last visit, unless
+        `scatters_each_tile`.
 
         sums    [ROWS, part_keys] float32 for each part of the tiles, or one such sum for all parts
         zero    [ROWS, part_keys] zeros, written for the other parts where there is one sum for all

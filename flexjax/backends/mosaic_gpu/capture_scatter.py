@@ -85,9 +85,12 @@ def add_at(
     total        float32, in the shape of the captured array
 
     By the first case that holds: all sums to a captured scalar; without an origin, or for a load of class scalar, sums
-    placed by transposing, for an index of constants and axes of its own (in the array's dtype and without `total`, if
-    the sums have that dtype); a scatter with unique indices, which drops sums outside of the array (`distinct`); or a
-    sort by element, with indices clipped to the array.
+    placed by transposing, for an index of constants and axes of its own; a scatter with unique indices, which drops
+    sums outside of the array (`distinct`); or a sort by element, with indices clipped to the array.
+
+    In the second case sums that are not float32 are a whole gradient (`capture_gradients._sum_type`): the result has
+    their dtype, and `total`, which is zeros then, is not added. Raises NotImplementedError for an index that a `Call`
+    computes.
     """
     if not load.index:
         return total + sums.sum()

@@ -36,7 +36,7 @@ def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> 
     slots = capture_tiles.mma_slots(plan, card)
 
     def run(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: MmaScratch[Ref]) -> None:
-        """The kernel, in each warpgroup of a CTA."""
+        """The kernel: finds the list of this CTA and runs the calling warpgroup (`_Cta.compute`)."""
         list_number = inputs.order[lax.axis_index("program")]
         steps = kernel.steps(inputs.lists, list_number)
         copies = Copies(card.copying, groups, plan.options.interpret, scratch.meeting)
@@ -88,7 +88,7 @@ class _Cta:
 
         @when(self.list.steps > 0)
         def begin() -> None:
-            """Starts the copies of the first part."""
+            """Starts the copies of Q and dO of the first visit, and of K and V of its first part."""
             self.fetch_queries(first, jnp.int32(0))
             self.fetch_keys(first, 0, jnp.int32(0))
 
@@ -182,7 +182,8 @@ class _Cta:
             when(more)(lambda: self.fetch_keys(upcoming, 0, number + 1))
 
     def fetch_queries(self, visit: Visit, number: Scalar) -> None:
-        """Starts the copies of Q and dO of a visit to their slots. The slot must be free.
+        """Starts the copies of Q and dO of a visit to their slots. The slots must be free, and the caller ends the group of
+        copies (`Copies.commit`).
 
         number   of the visit in its list, which gives the slot
         """
@@ -194,7 +195,8 @@ class _Cta:
             self._copy(rows, target, scratch.query_full, slot, kernel.plan.q_len - q0)
 
     def fetch_keys(self, visit: Visit, part: int, number: Scalar) -> None:
-        """Starts the copies of K and V of one part of a visit to their slots. The slot must be free.
+        """Starts the copies of K and V of one part of a visit to their slots. The slots must be free, and the caller ends the
+        group of copies (`Copies.commit`).
 
         part     number of the part in the tile
         number   of the part over all visits of the CTA, which gives the slot
@@ -208,7 +210,7 @@ class _Cta:
             self._copy(rows, target, scratch.key_full, slot, kernel.plan.kv_len - start)
 
     def _copy(self, source: Ref, target: Ref, full: Ref | None, slot: Scalar, exist: Scalar) -> None:
-        """Starts the copy of one tile to slot `slot` of `target`.
+        """Starts the copy of this warpgroup's share of one tile to slot `slot` of `target`, and does not wait.
 
         source   the tile in global memory
         target   the slots in shared memory

@@ -35,8 +35,9 @@ def _dims(plan: KernelPlan) -> tuple[int, int]:
 
 
 def warpgroups_for(plan: KernelPlan) -> int:
-    """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory (padded head
-    dims of keys and values of at most 256 together, 128 for float32) and divide the mask's blocks, else one.
+    """Number of computing warpgroups, of 64 queries each, of the kernel for Hopper and of that for mma.sync: two where
+    128 x 128 tiles fit shared memory (padded columns of a CTA, of keys and of values, of at most 256 together, 128 for
+    float32) and divide the mask's blocks, else one. A tile has as many keys as queries. `plan.extra_dim` does not count.
     """
     dims = sum(_dims(plan)) * parts_of(plan)
     blocks = plan.blocks
@@ -56,8 +57,10 @@ def fits_one_slot(plan: KernelPlan) -> bool:
 
 
 def keys_of_part(plan: KernelPlan) -> int:
-    """Keys of a part in the kernel for mma.sync: ROWS, or half of it where head dims are so wide that a part with more would not fit the
-    smallest card.
+    """Keys of a part in the kernel for mma.sync: ROWS, or half of it where the padded head dims of keys and values are more than 256
+    together, because a part of ROWS would not fit the smallest card.
+
+    plan   with extra features joined to the head dim
     """
     return ROWS if padded_dim(plan.head_dim) + padded_dim(plan.value_dim) <= 256 else ROWS // 2
 
@@ -220,8 +223,10 @@ def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScrat
 
 
 def mma_slots(plan: KernelPlan, card: Card) -> MmaSlots:
-    """The most slots that fit the card: two of both kinds; if these do not fit, one of the queries and two of the keys;
-    else one of both, whether they fit or not.
+    """The most slots of the kernel for mma.sync that fit the card: two of both kinds; if these do not fit, one of the
+    queries and two of the keys; else one of both, whether they fit or not.
+
+    plan   with extra features joined to the head dim
     """
     choices = (MmaSlots(2, 2), MmaSlots(1, 2), MmaSlots(1, 1))
     fit = (n for n in choices if scratch_bytes(mma_scratch(plan, n, card.copying)) <= card.cta_memory)

@@ -86,8 +86,11 @@ HOPPER = "9.0"
 
 
 def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
-    """Why no kernels are for the target, in a sentence; None if some are, or if the target or its kind is not known yet. A kind
-    whose compute capability is not known is refused. In the simulator any device will do.
+    """Why no kernels are for the target, in a sentence; None if some are, or if the target or its kind is not known yet.
+
+    target    the device that the pass is lowered for; a kind whose compute capability is not known is refused
+    options   with instruction="tcgen05" only the capabilities 10.0 and 10.3 have kernels; with `interpret`, the simulator, no
+              device is refused
     """
     if options.interpret or target is None or target.kind is None:
         return None
@@ -103,8 +106,9 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
 def mma_card(target: Target | None, options: KernelOptions) -> Card | None:
     """The card whose mma.sync kernels run on the target, one that `refuses_device` accepts; None where the kernels for Hopper run.
 
-    In the simulator, and where the device is not known, that is Hopper, with mma.sync where the options ask for it, or a B200 where
-    they ask for tcgen05.
+    A target of compute capability 9.0 gives None without the option `instruction`, and its card with it; any other its card. In the
+    simulator, and where the device or its capability is not known, the options decide: None without `instruction`, for "mma" the
+    card of 9.0, for "tcgen05" that of 10.0.
     """
     capability = sm100_support.CAPABILITIES[0] if sm100_support.asked_for(options) else HOPPER
     if not options.interpret and target is not None and target.capability is not None:
@@ -145,7 +149,9 @@ def mma_decode_kernel(plan: KernelPlan, card: Card) -> MmaDecodeTile | None:
 
 
 def _split_as_asked(plan: KernelPlan, tile: AnyDecodeTile) -> AnyDecodeTile:
-    """The configuration with chunks of the size that the option `split` asks for, rounded up to whole key tiles."""
+    """The configuration with chunks of as many keys as the option `split` asks for, rounded up to whole key tiles; `tile` itself where
+    `split` is None or "auto".
+    """
     split = plan.options.split
     return tile if split in (None, "auto") else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
 
@@ -173,7 +179,7 @@ def reads_pages(plan: KernelPlan) -> bool:
 def decode_is_faster(plan: KernelPlan) -> bool:
     """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it does not refuse.
 
-    True for keys in pages and where the option `split` is set. Otherwise there must be more keys than queries, and at
+    True for keys in pages and where the option `split` is set, also to "auto". Otherwise there must be more keys than queries, and at
     least KEYS_A_ROW keys for each packed row, because the decode kernel writes and reads partial results of each row.
     With key lengths the second condition does not count: the array is then a buffer, and the same kernel must run for
     every size of the buffer, so that the bits are the same.
@@ -189,7 +195,8 @@ def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
     """The configuration of the forward kernel that runs a plan: the size of its tiles, its rings and pipeline
     (`ForwardTile`).
 
-    It is the first candidate of forward_tiles.py that fits.
+    It is the first candidate of forward_tiles.py that fits. There is one, because `support.refuses` has checked it;
+    IndexError for a plan without.
     """
     return forward_tiles.forward_tile(plan)
 
@@ -237,8 +244,9 @@ def mma_backward_kernels(plan: KernelPlan, card: Card) -> tuple[Tiles, Tiles]:
     """The sizes of the dQ kernel and of the dK/dV kernel for mma.sync. They depend on the card, the bits of the results do not.
 
     plan   with extra features joined to the head dim, or not joined: the choice is the same
+    card   whose kernels run
 
-    There are some, because `support.refuses` has checked it.
+    Both have sizes that fit, because `backward_sm80_tiles.refuses` has checked it; IndexError for a plan without.
     """
     return backward_sm80_tiles.dq_candidates(plan, card)[0], backward_sm80_tiles.dkv_candidates(plan, card)[0]
 
@@ -311,8 +319,10 @@ def _load_kinds(plan: KernelPlan) -> set[str]:
 
 
 def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
-    """The (block_q_bwd, block_kv_bwd) pairs, each 64 or 128 tokens, that the options and the block mask allow, for
-    `flexjax.autotune`. Keys are 64 where `splits_dkv`.
+    """The (block_q_bwd, block_kv_bwd) pairs of the Hopper kernels, each 64 or 128 tokens, that the options and the block
+    mask allow, for `flexjax.autotune` to time. Keys are 64 where `splits_dkv`.
+
+    plan   one that support.py does not refuse
 
     Pairs come by falling queries, then falling keys, but the tile of the fused kernel first where that kernel is the
     default choice. Whether a pair fits shared memory is not checked.

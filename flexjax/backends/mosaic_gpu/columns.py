@@ -27,7 +27,9 @@ CTAS = 2
 
 
 def ctas_of(plan: KernelPlan) -> int:
-    """CTAs that share the columns of a tile: CTAS where a head dim is above WIDEST_CTA, else 1."""
+    """How many CTAs share the columns of a tile: CTAS where the head dim of queries and keys, extra features included, or that of
+    values is above WIDEST_CTA, else 1.
+    """
     return CTAS if max(plan.head_dim + plan.extra_dim, plan.value_dim) > WIDEST_CTA else 1
 
 
