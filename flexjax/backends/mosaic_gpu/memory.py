@@ -60,9 +60,9 @@ def kernel_operand(array: jax.Array) -> jax.Array:
 
 
 def load_scalar(ref: Ref, index: tuple[Index, ...]) -> Scalar:
-    """The one element ref[index] of an array in global memory, as a float32, int32 or uint32 scalar.
+    """The one element ref[index] of an array in global memory, as a float32, int32 or uint32 scalar (`_in_compute_dtype`).
 
-    index   one scalar for each dimension; () for a captured scalar, which kernels take as [1]
+    index   one scalar for each dimension, in bounds: it is not clamped; () for a captured scalar, which kernels take as [1]
     """
     return _in_compute_dtype(ref[index or (0,)])
 
@@ -70,8 +70,7 @@ def load_scalar(ref: Ref, index: tuple[Index, ...]) -> Scalar:
 def gather(
     ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...], kind: str, shape: tuple[int, ...], interpret: bool
 ) -> jax.Array:
-    """The vector or tile whose elements are ref[index], from global memory: each element is read at an address of its
-    own.
+    """The vector or tile whose elements are ref[index], from global memory: each element is read at an address of its own.
 
     ref         an array in global memory
     index       for each dimension of the array an int32 array of `shape` where `varies` is true, otherwise one scalar
@@ -80,7 +79,7 @@ def gather(
     shape       of the result
     interpret   whether the kernel runs in the simulator
 
-    The result is float32, int32 or uint32 (`_in_compute_dtype`). Indices are not clamped.
+    The result is float32, int32 or uint32 (`_in_compute_dtype`). Indices must be in bounds: the device does not clamp them.
     """
     if interpret:
         return _in_compute_dtype(ref[...][tuple(jnp.broadcast_to(i, shape) for i in index)])
@@ -125,20 +124,22 @@ def load_affine(
     used_rows: int | None = None,
     pairs: bool = False,
 ) -> jax.Array:
-    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or
-    uint32.
+    """The vector or tile whose element at row r and column c is ref[index + by_row * r + by_column * c], from global memory, where each
+    dimension of the array has an index and steps (by_row, by_column) of its own. The result is float32, int32 or uint32
+    (`_in_compute_dtype`).
 
     ref         an array in global memory
     index       for each dimension of the array: the index at row 0 and column 0 of the vector or tile, a scalar
-    steps       for each dimension: by how much the index grows from one row to the next, and from one column to the
-                next; None where the index is the same for all elements
-    kind        "row", "column" or "tile": the layout of the result. A row vector uses the steps by row alone, a
-                column vector those by column alone
+    steps       for each dimension: (by_row, by_column), by how much the index grows from one row to the next, and from one column to the
+                next; None where the index is the same for all elements. At least one is not None
+    kind        "row", "column" or "tile": the layout of the result. A row vector uses the steps by row alone, a column vector those by
+                column alone
     shape       of the result
     interpret   whether the kernel runs in the simulator, which clamps indices to the array; the device does not
-    used_rows   rows from this number on read what the row before it reads; None: every row reads its own elements
+    used_rows   rows from this number on read what the row before it reads; None: every row reads its own elements. Not used for column
+                vectors
     pairs       the elements of columns 2 n and 2 n + 1 of a tile are neighbours, the first at an even place of the array: one load reads
-                both, which halves what the L1 cache has to do
+                both, which halves what the L1 cache has to do. Not used with `used_rows`, nor in the simulator
     """
     if interpret:
         rows = jnp.arange(shape[0]) if used_rows is None else jnp.minimum(jnp.arange(shape[0]), used_rows - 1)
@@ -266,8 +267,8 @@ def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) 
 
 
 def _load_element(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> ir.Value:
-    """Loads the element `offset` elements after the pointer `base`; inside `inline_mgpu`. The kernel must not write the
-    memory, because the compiler may move or repeat the load.
+    """Emits the load of the element that lies `offset` elements after the pointer `base`, and returns it in the dtype of the array; called
+    inside `inline_mgpu`. The kernel must not write the memory, because the compiler may move or repeat the load.
 
     offset    an integer of MLIR or a Python int
     element   the MLIR type of the element

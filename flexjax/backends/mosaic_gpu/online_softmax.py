@@ -167,15 +167,16 @@ class OnlineSoftmax:
     def _follow_maximum(
         self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, base: jax.Array
     ) -> tuple[jax.Array, Rescale]:
-        """The reference after a tile, [rows], and the rescaling from `base`, the reference before.
+        """The reference after a tile, [rows], and the rescaling from `base`, the reference before. Not called with a static reference.
 
         largest       [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
         log2_factor   multiplies `largest`, which gives the unit of references
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
 
-        With `lazy_rescale` a reference rises only where the maximum exceeds it by RESCALE_THRESHOLD powers of two.
-        Otherwise it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to `thread_tiles.whole_power`.
+        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by RESCALE_THRESHOLD powers
+        of two. Otherwise it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to `thread_tiles.whole_power` of
+        the maximum instead.
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
@@ -229,13 +230,13 @@ class OnlineSoftmax:
         return exponential.exp2_tile(x, self.polynomials, self.interpret)
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
-        """`out` relative to the reference after a tile, from `out` relative to the reference before it.
+        """`out` made relative to the reference after a tile: each row multiplied by its `rescale.factor`. Called after `step` of that tile,
+        before its P V is added.
 
-        out       [rows, value dim] float32, the sum of P V
-        rescale   of that tile
+        out       [rows, value dim] float32, the sum of P V over the tiles before, relative to the reference before the tile
+        rescale   that `step` returned for the tile
 
-        With a static reference `out` itself; with `lazy_rescale` warps whose references did not change skip the
-        product.
+        With a static reference `out` itself; with `lazy_rescale` warps whose references did not change skip the product.
         """
         if self.reference is not None:
             return out

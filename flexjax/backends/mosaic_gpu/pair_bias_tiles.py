@@ -92,11 +92,15 @@ class Staging:
         self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
     def read_staged(self, tile: ColumnMath, slots: Ref, slot: Scalar, group: Scalar) -> ColumnMath:
-        """In computing warpgroup `group`: `tile` with the values of the load, which it reads from `slots[slot]` to
-        registers.
+        """In computing warpgroup `group`: `tile` with the values of the load, which it reads from `slots[slot]` to registers. It neither
+        waits nor frees the slot.
 
-        The copy into `slots[slot]` must have arrived. The warpgroup reads an equal share of the staged tile's
-        queries; if the kernel's score tile is transposed, an equal share of its keys, transposed.
+        tile          the math of the kernel's score tile, at its rows and columns
+        slots, slot   the ring in shared memory, and the number of a slot into which the copy has arrived
+        group         number of the warpgroup, 0 to `readers` - 1
+
+        The warpgroup reads an equal share of the staged tile's queries; if the kernel's score tile is transposed, an equal share of its
+        keys, transposed.
         """
         size = self.shape[int(self.transposed)] // self.readers
         own = pl.ds(group * size, size)
@@ -110,13 +114,15 @@ class Staging:
     def read_from_ring(
         self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
     ) -> ColumnMath:
-        """`tile` with the values of the load, which the warpgroup reads from the ring to registers; waits until they
-        are there, and frees the slot.
+        """`tile` with the values of the load, which the warpgroup reads from the ring to registers; waits until they are there, and frees
+        the slot.
 
+        tile          the math of the kernel's score tile, at its rows and columns
+        ring          the staged tiles in shared memory with their barriers
         number        running number of the staged tile
         group         number of the warpgroup, which reads its share of the tile
-        first, last   whether this is the warpgroup's first, last read of the tile: it reads once for each batch
-                      entry. Only the first read waits, only the last frees the slot
+        first, last   whether this is the warpgroup's first, last read of the tile: it reads once for each batch entry. Only the first read
+                      waits, only the last frees the slot
         """
         slot = common.slot_of(number, self.slots)
         if first:
@@ -204,22 +210,25 @@ class DirectGradientWriter:
         return (self.tiles.rows, self.tiles.keys)
 
     def write(self, values: tuple[jax.Array, ...], kv0: Scalar) -> None:
-        """Stores one tile of each gradient in shared memory and starts its copy to global memory, for the keys from
-        `kv0`, once the copies that were started earlier have read the buffers. It does not wait for the new copies.
+        """Stores one tile of each gradient in shared memory and starts its copy to global memory, for the keys from `kv0`, once the copies
+        that were started earlier have read the buffers. It does not wait for the new copies: the kernel waits for them before it ends.
         Nothing without direct gradients.
 
         values   [queries, keys] float32 for each gradient
+        kv0      number of the first key of the tile
         """
         if self.gradients:
             self._fill(values)
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Starts the copies of zeros to the key tiles that query tile `tile` does not visit, for each gradient. Nothing is
-        copied without direct gradients, without a block mask, or if the query tile visits all key tiles.
+        """Starts the copies of zeros to the key tiles that query tile `tile` does not visit, for each gradient and this warpgroup's
+        queries; waits before, as `write`, until earlier copies have read the buffers. Nothing is copied without direct gradients, without a
+        block mask, or if the query tile visits all key tiles.
 
         visits    of the dQ kernel
-        skipped   from `skipped_blocks`
+        skipped   from `skipped_blocks`, as Refs
+        tile      number of the CTA's query tile in its head
         """
         if not self.gradients or skipped.full_num is None:
             return

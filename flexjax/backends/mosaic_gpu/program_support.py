@@ -43,11 +43,10 @@ def unsupported(program: ir.Program) -> str | None:
 
 
 def _unsupported_op(step: ir.Op) -> str | None:
-    """Why the kernels cannot evaluate `step`, one operation, as the end of a sentence whose subject is the program;
-    None if they can.
+    """Why the kernels cannot evaluate `step`, one operation, as the end of a sentence whose subject is the program; None if they can.
 
-    Refused are primitives outside of SUPPORTED, `pow` of integers, `reduce_precision` to a format without a dtype,
-    `bitcast_convert_type` unless both dtypes have 32 bits, and `select_n` by a bool among other than two cases.
+    Refused are primitives outside of SUPPORTED, `pow` with an integer base, `reduce_precision` to a format other than bfloat16, float16 and
+    float32, `bitcast_convert_type` unless both dtypes have 32 bits, and `select_n` by a bool among other than two cases.
     """
     if step.prim not in SUPPORTED:
         return f"uses the primitive `{step.prim}`, which has no form on a tile"

@@ -8,8 +8,8 @@ that every GPU gives the same bits."""
 
 
 def utilization(plan: KernelPlan, rows: int) -> float:
-    """The share, 0 to 1, of the time of REFERENCE_SMS SMs that goes to real queries if query tiles have `rows`
-    queries.
+    """The share, 0 to 1, of the time of REFERENCE_SMS SMs that goes to real queries in a kernel with one CTA an SM, whose query tiles have
+    `rows` queries of one head.
 
     The rest goes to rows past the last query and to SMs that idle in the last wave of CTAs.
     """

@@ -33,15 +33,17 @@ COLUMNS = 64
 def row_statistics(
     plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None, copying: Copying = "tma"
 ) -> jax.Array:
-    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is
+    """lse2 and delta of every query, stacked in this order: [B, N, 2, T'] float32, heads first whatever the layout of the plan, where T' is
     `backward_sm90_common.whole_len` of the queries.
 
+    plan           of the call
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
     copying        how tiles come to shared memory
 
-    lse2 = lse * log2(e). Rows whose lse is -inf (no visible key, no sink), and those past the end, have lse2 = +inf and
-    delta = 0. Where scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
+    lse2 = lse * log2(e), and delta = rowsum(dO * O) - d_lse. Rows whose lse is -inf (no visible key, no sink), and those past the end, have
+    lse2 = +inf and delta = 0, so that their probabilities are 0. Where scores may be too large to scale (`may_be_large`), lse takes the
+    place of lse2.
     """
     pad = lambda x: common.pad(x, plan, "q")
     rounding = None if results.rounding is None else pad(results.rounding)

@@ -147,8 +147,8 @@ Description = SwizzledTiles | PlainArray | Barriers | ClusterTiles | ClusterBarr
 
 
 def scratch_bytes(scratch: tuple) -> int:
-    """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves
-    out), with RESERVED for barriers and alignment.
+    """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves out), plus RESERVED for
+    barriers and alignment. Tiles in tensor memory count 0.
     """
     parts: list[Description] = jax.tree.leaves(scratch)
     return sum(part.bytes for part in parts) + RESERVED

@@ -62,10 +62,12 @@ def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool
 
 
 def _forward_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
-    """`visited_blocks` of the forward pass.
+    """`visited_blocks` of the forward pass: block_kv as it is, and block_q as it is if it is a multiple of the queries of a CTA, else
+    these.
 
-    Query tiles of a CTA must divide a block, so a block has 128 queries or, where a CTA has two query tiles, 256. Blocks of a mask from
-    user lists stay at 128, because larger ones would look up the class of the old block for each entry.
+    A CTA has 256 queries, two query tiles, or 128, one tile, where the options set block_q=128. Where the options set no block_q it has 128
+    also for at most 128 queries, for a block mask from user lists, because larger blocks would look up the class of the old block for each
+    entry, and for several runs of queries that are no multiples of 256 long.
     """
     origin, options = plan.origin, plan.options
     queries = 2 * TMEM_LANES

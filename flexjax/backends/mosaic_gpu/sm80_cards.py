@@ -38,7 +38,7 @@ class Card:
     sm_memory: int
 
     def ctas(self, shared_bytes: int, threads: int, registers: int = MOST_REGISTERS) -> int:
-        """How many CTAs an SM holds at once, 0 where one does not fit.
+        """How many CTAs of a kernel an SM holds at once, as far as its shared memory and registers allow; 0 where one does not fit.
 
         shared_bytes   of shared memory of a CTA
         threads        of a CTA

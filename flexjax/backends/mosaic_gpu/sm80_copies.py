@@ -56,12 +56,14 @@ class Copies:
         return 0 if self.groups == 1 else lax.axis_index("wg")
 
     def start(self, source: Ref, target: Ref, arrived: Ref | None, rows: Scalar | None, plain: bool = False) -> None:
-        """Begins to copy this warpgroup's share of a tile.
+        """Begins to copy this warpgroup's share of the rows of a tile, and does not wait; every warpgroup of the CTA calls it with the same
+        arguments. All must have read what `target` held before (`wait`, `sync`).
 
         source    [rows, D] in global memory; it may reach past the end of the array
         target    [rows, D] in shared memory, SwizzledTiles
-        arrived   the barrier of the slot; None with cp.async
-        rows      how many rows of the tile exist, counted from its first; None: all
+        arrived   the barrier of the slot, at which the share arrives; None with cp.async
+        rows      how many rows of the tile exist, counted from its first; cp.async writes zeros to the others. None: all. Not used with
+                  TMA, which gives zeros only past the end of the array
         plain     whether `target` is a PlainArray instead
         """
         share = target.shape[0] // self.groups
@@ -82,10 +84,12 @@ class Copies:
             copy(source, target, None if rows is None else rows - first)
 
     def clear(self, target: Ref, rows: Scalar) -> None:
-        """Overwrites the rows of a tile from number `rows` on by zeros, in a CTA of one warpgroup; all threads see them, and TMA may
-        overwrite them.
+        """Overwrites the rows of a tile from number `rows` on with zeros, in a CTA of one warpgroup, after the copy has arrived: TMA brings
+        what lies past the keys that exist, and NaN there would spoil products with 0. All threads see the zeros, and TMA may overwrite
+        them.
 
-        target    [rows, D] of 16-bit elements in shared memory, SwizzledTiles
+        target   [rows, D] of 16-bit elements in shared memory, SwizzledTiles
+        rows     how many rows to keep, an int32 scalar
         """
         if self.interpret:
             found = target[...]
@@ -95,7 +99,7 @@ class Copies:
         plgpu.commit_smem()
 
     def commit(self) -> None:
-        """Ends a group of copies, which may be empty."""
+        """Ends a group of copies: those since the last call, perhaps none, arrive together. Does nothing with TMA and in the simulator."""
         if self.copying == "cp.async" and not self.interpret:
 
             @inline_mgpu()
@@ -106,10 +110,10 @@ class Copies:
             end_group()
 
     def wait(self, arrived: Ref | None, pending: int) -> None:
-        """Waits until a group of copies has arrived and all warpgroups of the CTA are here.
+        """Waits until a group of copies has arrived, then meets all threads of the CTA (`sync`), so that all of them see the tiles.
 
-        arrived   the barrier of its slot; None with cp.async
-        pending   how many groups were committed after it
+        arrived   the barrier of the slot; None with cp.async
+        pending   how many groups were committed after the awaited one; not used with TMA
         """
         if self.copying == "tma":
             assert arrived is not None

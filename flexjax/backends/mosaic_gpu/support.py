@@ -54,8 +54,8 @@ origin must be multiples of it, so that no tile reaches over the end of a run.""
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can.
 
-    The sentence names the first obstacle among lengths, the origin, the version of jax, the device, arrays, programs and tiles,
-    in this order. In the simulator (`interpret`) any device will do.
+    The sentence names the first obstacle among lengths, the origin, the version of jax, the device, arrays, programs and tiles, in this
+    order; for few queries and keys in pages what `_refuses_pages` says. In the simulator (`interpret`) any device will do.
 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
@@ -82,11 +82,11 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:
-    """Why the decode kernel for the target (Hopper or mma.sync), which reads the pages in place, cannot run the plan, in a sentence;
-    None if it can.
+    """Why the decode kernel for the target (Hopper or mma.sync), which reads the pages in place, cannot run the plan, in a sentence; None
+    if it can.
 
-    plan              with keys in pages, and for the decode kernel: `choose_kernel.many_in_pages` is False. With more queries the
-                      forward kernel runs, which reads pages in place too, or whose keys are gathered before
+    plan              with keys in pages and few queries: `choose_kernel.many_in_pages` is False. With more queries the forward kernel runs,
+                      which reads pages in place too, or whose keys are gathered before
     target, version   as for `refuses`
     """
     device = choose_kernel.refuses_device(target, plan.options)
@@ -124,7 +124,7 @@ def _refuses_origin(plan: KernelPlan) -> str | None:
 
 
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
-    """Why this version of jax is too old for the kernels, in a sentence; None if it is not."""
+    """Why jax of this version, such as (0, 11, 2), is too old for the kernels, in a sentence; None from OLDEST_JAX on."""
     if version >= OLDEST_JAX:
         return None
     have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
@@ -150,8 +150,9 @@ def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
 
 
 def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
-    """(queries, keys) of the blocks of a plan with lengths and without a block mask: 64 for lengths up to 64 and 128 above. With
-    keys in pages always 128 keys, because the bits of a request do not depend on the number of its pages.
+    """(queries, keys) of the blocks of a plan with lengths and without a block mask, and of an axis whose mask blocks are no multiples of
+    64: 64 for lengths up to 64, 128 above, and for keys in pages always 128, because the bits of a request do not depend on the number of
+    its pages. With tcgen05 those of `sm100_support.visited_blocks`, which differ in the `backward` pass.
     """
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
     block_kv = 128 if plan.page else block_kv
@@ -159,8 +160,8 @@ def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]
 
 
 def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
-    """The plan that the kernels of a pass run where the decode kernel does not, as if its keys were contiguous: with blocks that they can visit
-    (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
+    """The plan that the kernels of a pass run where the decode kernel does not, as if its keys were contiguous: with blocks that they can
+    visit (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
     """
     made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan, backward))
     return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan, backward))
@@ -169,9 +170,11 @@ def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
 def _for_kernels(
     given: KernelPlan, operands: Operands, in_pages: bool = False, backward: bool = False
 ) -> tuple[KernelPlan, Operands]:
-    """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist.
+    """(plan, operands) of a call as the kernels of a pass take them: those of `_kernel_plan`, with 0 in the slots of queries and keys that
+    do not exist.
 
-    in_pages   whether keys stay in their pages, and the plan keeps `page`
+    in_pages   whether the kernel reads the keys in their pages: keys and values stay as they are, only queries get zeros, and the new plan
+               keeps `page`. Otherwise keys in pages are gathered
     """
     if in_pages:
         queries = None if operands.lengths is None else operands.lengths.query
@@ -288,7 +291,7 @@ class MosaicGpu:
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
-        """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
+        """The kernels of both passes on the target with their tiles, queries x keys, as text for `flexjax.explain`."""
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
         visited = (plan, plan) if decodes else (_kernel_plan(plan), _kernel_plan(plan, backward=True))
         return describe_kernels.describe(*visited, plan, target)
@@ -311,12 +314,12 @@ class MosaicGpu:
         return sm80_support.paired([] if decodes else forward, backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
-        them, row maxima. For the forward kernel keys in pages are gathered first, unless it reads them in place.
+        """Runs the forward kernel, or the decode kernel where the queries are few, for a plan that `refuses` does not refuse: out, lse and,
+        where the plan wants them, row maxima (else None). Queries that do not exist get out 0 and lse -inf. For the forward kernel keys in
+        pages are gathered first, unless it reads them in place.
 
-        On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
-        result depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute
-        capability.
+        On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no result
+        depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute capability.
         """
         from flexjax.backends.mosaic_gpu import (
             decode_sm80,
@@ -357,7 +360,9 @@ class MosaicGpu:
         return results._replace(lse=existing_results(results, given[1].lengths, given[0]).lse)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """Runs the backward kernels: the gradients of the wanted operands (see BackwardInputs)."""
+        """Runs the backward kernels, for a plan that `refuses_backward` does not refuse: the gradients of the wanted operands, None for
+        others. The cotangents of queries that do not exist count as 0.
+        """
         from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm90
 
         if given.operands.lengths is not None:
@@ -374,10 +379,8 @@ class MosaicGpu:
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:
-        """A context in which one pass of the call is lowered into `module`.
-
-        Only one Python thread at a time is inside. When the context ends, the kernels that were lowered in it begin
-        to compile in background threads (compile_ahead.py).
+        """A context in which one pass of the call is lowered into `module` for `target`. Only one Python thread at a time is inside; others
+        wait. When the context ends, the kernels that were lowered in it begin to compile in background threads (compile_ahead.py).
         """
         with LOWERING_LOCK, _compile_ahead(module, target):
             yield
@@ -389,9 +392,8 @@ once get wrong machine code."""
 
 
 def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-    """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports.
-
-    Compiling ahead only saves time, so nothing else changes without it.
+    """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports: compiling ahead only
+    saves time.
     """
     try:
         from flexjax.backends.mosaic_gpu import compile_ahead

@@ -313,8 +313,8 @@ def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.A
 
 
 def maximum_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
-    """The narrow tile [rows, PERIOD] of maxima over the columns that are equal modulo PERIOD, which a thread computes
-    alone.
+    """The narrow tile [rows, PERIOD] of maxima over the columns that are equal modulo PERIOD: column n of the result is the maximum of
+    columns n, n + PERIOD, .... A thread computes its elements alone, without an exchange; NaN where an element is NaN.
     """
     rows, columns = tile.shape
     if interpret:

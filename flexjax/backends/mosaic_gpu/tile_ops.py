@@ -271,11 +271,12 @@ def _wrap(x: Value, dtype: str) -> Value:
 
 
 def _convert(x: Value, old: str, new: str) -> Value:
-    """x, of program dtype `old`, converted to program dtype `new` as `convert_element_type` does.
+    """x converted from program dtype `old` to program dtype `new` as `convert_element_type` does; x has the inner dtype of `old`, the
+    result that of `new` (`inner_dtype`).
 
-    To bool: whether x is not 0. To floats: through float32, rounded to `new`. A float that an 8- or 16-bit integer
-    cannot hold becomes that integer's nearest value; integers that it cannot hold wrap around. Floats become int32 and
-    uint32 as the hardware converts them.
+    To bool: whether x is not 0. To floats: through float32, rounded to `new`. From floats to integers: fractions are dropped towards 0, and
+    a float that an 8- or 16-bit integer cannot hold becomes that integer's nearest value; int32 and uint32 get what the hardware's
+    conversion gives. From integers to narrower ones: wrapped around.
     """
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)

@@ -67,8 +67,7 @@ class TileProgram:
     env                    id of a value -> the value on the tile, for the steps that are computed
     row_start, col_start   positions of the tile's first row and column, int32 scalars; None until `at_rows` and
                            `at_columns` set them. Without an origin they are the numbers of row and column
-    origin                 where rows and columns lie in the whole problem, whose positions the program reads; None:
-                           positions count from 0
+    origin                 where rows and columns lie in the whole problem, whose positions the program reads; None: positions count from 0
     batch, offsets         number of the batch entry; axis -> what `origin` adds to row numbers, for axes of one run
 
     The kind of a value is SCALAR, ROW (one number for each row), COLUMN, TILE, or NARROW (a tile that repeats after PERIOD
@@ -89,8 +88,7 @@ class TileProgram:
         even_columns: bool = False,
         interpret: bool = False,
     ) -> None:
-        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
-        alone.
+        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head alone.
 
         program       the traced program
         refs          its captured arrays, in the order of `program.captures`
@@ -137,17 +135,14 @@ class TileProgram:
         return new
 
     def _row_numbers(self) -> jax.Array:
-        """The numbers of the rows of a tile, int32 [rows], counted from its first: 0, 1, ...; from `used_rows` on all
-        used_rows - 1.
-        """
+        """The numbers of the rows of a tile, int32 [rows], counted from its first: 0, 1, ...; from `used_rows` on all used_rows - 1."""
         rows = registers.row_iota(self.shape[0])
         return rows if self.used_rows is None else jnp.minimum(rows, np.int32(self.used_rows - 1))
 
     def at_columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
         """The program with its column vectors computed, for the tile whose first column has the number `start`.
 
-        A kernel calls this before it waits for the scores, so that the loads of column vectors are done when `tile`
-        needs them.
+        A kernel calls this before it waits for the scores, so that the loads of column vectors are done when `tile` needs them.
         """
         new = self._copy()
         new.col_start = self._position("kv" if self.row_axis == "q" else "q", start)
@@ -185,8 +180,7 @@ class TileProgram:
     def tile(self, score: jax.Array | None = None, factor: float = 1.0) -> tuple[jax.Array, ...]:
         """The wanted results on the tile that `at_rows` and `at_columns` chose, each as a whole tile [rows, columns].
 
-        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
-                 without a score
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program without a score
         factor   a number, such as the plan's scale
         """
         return tuple(self._as_tile(s) for s in self._results(score, factor))
@@ -233,8 +227,7 @@ class TileProgram:
         """The part of the score that is the same along a row of the attention matrix and is deferred
         (`Scaled.row_term`), [rows]; None where the score has none.
 
-        It is computed without scores, after the last tile; the compiler removes everything else that is computed
-        here.
+        It is computed without scores, after the last tile; the compiler removes everything else that is computed here.
         """
         score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
@@ -250,8 +243,7 @@ class TileProgram:
     def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
         """The wanted results on this tile as TileValues, which may have deferred parts.
 
-        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
-                 without a score
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program without a score
         factor   a number, such as the plan's scale
         """
         new = self._copy()
@@ -261,11 +253,11 @@ class TileProgram:
         return [new._value_of(atom) for atom in self.wanted]
 
     def pin(self) -> "TileProgram":
-        """The program whose column vectors are computed at this point of the kernel: the compiler may not move their
-        loads down to the first use.
+        """The program whose column vectors are computed at this point of the kernel: the compiler may not move their loads down to the
+        first use. Called after `at_columns`.
 
-        Affine integers and booleans are left out, integers because they are cheaper to compute where they are used. The
-        program itself is returned if no vector is left, and in the simulator.
+        Affine integers and booleans are left out, integers because they are cheaper to compute where they are used. The program itself is
+        returned if no vector is left, and in the simulator.
         """
         affine = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
             ir.Q,
@@ -305,8 +297,7 @@ class TileProgram:
     def _compute(self, stage: str) -> None:
         """Computes, into `env`, every live step that is not computed yet and whose stage is this one or an earlier one.
 
-        stage   SCALAR, ROW, COLUMN or TILE, in this order; a step's stage is the kind of its axes (`_kind`), TILE for
-                narrow tiles
+        stage   SCALAR, ROW, COLUMN or TILE, in this order; a step's stage is the kind of its axes (`_kind`), TILE for narrow tiles
 
         In the last two stages, steps whose result nothing reads any more are left out (`_ids_to_compute`). Raises
         NotImplementedError for a `Call`, which program_support.py refuses.
@@ -427,13 +418,11 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The value of the result of `step`, an operation that is not computed as an affine integer (`_compute` asks
-        `_affine` before).
+        """The value of the result of `step`, an operation that is not computed as an affine integer (`_compute` asks `_affine` before).
 
-        A comparison that `_compare_columns` takes is computed there. Where `_defer` can, the result has deferred parts;
-        one with an affine slope or a row term also has `exact`, the tile computed from whole operands. Any other result
-        is computed at one kind: SCALAR if all operands are, else the one kind of the other operands, NARROW for ROW and
-        NARROW, and TILE for any other mix.
+        A comparison that `_compare_columns` takes is computed there. Where `_defer` can, the result has deferred parts; one with an affine
+        slope or a row term also has `exact`, the tile computed from whole operands. Any other result is computed at one kind: SCALAR if all
+        operands are, else the one kind of the other operands, NARROW for ROW and NARROW, and TILE for any other mix.
         """
         compared = self._compare_columns(step)
         if compared is not None:
@@ -608,12 +597,10 @@ class TileProgram:
     # ------------------------------------------------------------- loads
 
     def _affine_steps(self, load: ir.Load) -> tuple[tuple[int, int] | None, ...] | None:
-        """For each index of a load: (change from row to row, change from column to column), None for an index that is
-        the same on the tile.
+        """For each index of a load: (change from row to row, change from column to column), None for an index that is the same on the tile.
 
-        None instead of the tuple where some index is no affine integer or needs a scalar that is not computed, or where
-        indices must be clamped because tiles extend past the end of the attention matrix (`edge`); the load is then a
-        gather.
+        None instead of the tuple where some index is no affine integer or needs a scalar that is not computed, or where indices must be
+        clamped because tiles extend past the end of the attention matrix (`edge`); the load is then a gather.
         """
         if self.edge is not None:
             return None
@@ -632,10 +619,9 @@ class TileProgram:
         """What a load reads on the current tile, as float32, int32, uint32 or bool (tile_ops.py, `inner_dtype`); its kind
         is that of the axes of its indices together.
 
-        A scalar is one read. A vector or tile whose indices are affine integers or scalars is read by
-        `memory.load_affine`, without the values of those affine integers; any other by `_gather`, from the values of
-        its indices. Indices are in bounds, except where tiles extend past the end of the attention matrix (`edge`):
-        there every vector or tile is a gather, which clamps its indices.
+        A scalar is one read. A vector or tile whose indices are affine integers or scalars is read by `memory.load_affine`, without the
+        values of those affine integers; any other by `_gather`, from the values of its indices. Indices are in bounds, except where tiles
+        extend past the end of the attention matrix (`edge`): there every vector or tile is a gather, which clamps its indices.
         """
         ref, dtype = self.refs[load.capture], load.out.dtype
         kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))

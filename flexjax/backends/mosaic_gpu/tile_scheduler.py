@@ -360,8 +360,8 @@ def new_counter(programs: int) -> jax.Array:
 
 
 def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int, interpret: bool) -> Scalar:
-    """Number of the next work item of this CTA, from the counter; called by the whole producer warpgroup. It may be
-    past the last item.
+    """Number of the next work item of this CTA, from the counter, which it raises by 1; called by the whole producer warpgroup, once for
+    each item. It may be past the last item, which means that there are no more.
 
     counter     as `new_counter` made it, in global memory; None in the simulator
     mailbox     shared memory, of which one word passes the number from the thread that asks to the others
@@ -375,10 +375,11 @@ def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int
 
 
 def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
-    """In the producer: writes a work item to the mailbox of query slot `slot`; None: there are no more items.
+    """In the producer: writes a work item to the mailbox of query slot `slot`; None: there are no more items. The consumers read it by
+    `get` once the slot's queries have arrived, so it is called before the copy of the queries is started, in a slot that is free.
 
-    The mailbox has MAILBOX_WORDS words for each slot: word 0 is 1 if there is an item, else 0, and the fields of the
-    item follow, unwritten without one.
+    The mailbox has MAILBOX_WORDS words for each slot: word 0 is 1 if there is an item, else 0, and the fields of the item follow, unwritten
+    without one.
     """
     first = slot * i32(MAILBOX_WORDS)
     if item is None:

@@ -16,12 +16,15 @@ def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_sco
     program        at the rows and columns of the tile; None: there is no score_mod
     s              Q K^T, [rows, columns] float32 without scale
     scale          multiplies `s`
-    large_scores   scores may be too large to scale before the maximum is subtracted
+    large_scores   scores may be too large to scale before the maximum is subtracted; False without a score_mod
 
-    `Scaled.tile` has the whole score, and the other fields are 1 or None, if `large_scores`, or if there is no
-    score_mod and the scale is not positive. Otherwise the scale, and terms of the score program that are cheaper to
-    add to the exponent, are fields of Scaled beside its tile, and the softmax applies them. Of `column_slope` * c the
-    part for c - c % PERIOD is then added to the tile here; the softmax adds the one for c % PERIOD.
+    no score_mod         `tile` is `s` and `factor` the scale; where the scale is not positive, `tile` is the whole score
+    large_scores         `tile` is the whole score
+    any other program    the parts of `TileProgram.scaled_tile`: the scale, and terms that are cheaper to add to the exponent, are fields of
+                         Scaled beside its tile. Of `column_slope` * c the part for c - c % PERIOD is added to the tile here, so the softmax
+                         adds only the part for c % PERIOD
+
+    Where `tile` is the whole score, `factor` is 1. All other fields that are not named are None.
     """
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
