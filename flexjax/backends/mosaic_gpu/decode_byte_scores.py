@@ -48,22 +48,27 @@ class ByteScores(ItemConsumer):
         )
 
     def scaled(self, tile: jax.Array, scale: jax.Array | Scalar) -> jax.Array:
-        """The tile with its rows, which are keys, multiplied by their scales.
+        """`tile`, [block_kv, columns], with each of its rows, which are keys, multiplied by the scale of that key: scores by the scales of
+        keys, weights by those of values.
 
-        scale   row vector, or one scalar for all
+        scale   row vector [block_kv], or one scalar for all keys, of `row_scales`
         """
         return tile * (registers.broadcast_vector(scale, "row", tile.shape) if scale.ndim else scale)
 
     def row_scales(self, item: DecodeItem, start: Scalar) -> tuple[jax.Array, jax.Array]:
-        """The scales of the keys and of the values of a tile: row vectors [block_kv] float32, or scalars.
+        """(scales of the keys, scales of the values) of a key tile of a quantised cache: row vectors [block_kv] float32 where each page has
+        scales, scalars where all pages share them.
 
+        item    the work item, whose batch entry and key head are read
         start   first key of the tile
+
+        A key past the last page of the table, which `final_scores` hides, gets the scale of that page.
         """
         assert self.inputs.scales is not None
         setup, keys = self.setup, self.setup.tile.block_kv
 
         def found(scale: Ref) -> jax.Array:
-            """Those of one of the two."""
+            """The scales of the tile from those of keys or of values, `scale`: [M], or [B, pages of a batch entry, M], in global memory."""
             if len(scale.shape) == 1:
                 return scale[item.kv_head]
             token = registers.row_iota(keys) + start
@@ -77,12 +82,14 @@ class ByteScores(ItemConsumer):
     def final_scores(
         self, s: jax.Array, programs: Programs, item: DecodeItem, number: Scalar, start: Scalar
     ) -> jax.Array:
-        """The scores after score_mod in the unit of references, [block_kv, columns] float32, -inf where the mask hides them, past the
-        end of the keys, and, in a tile that begins earlier than its number says, before that.
+        """The scores after score_mod in the unit of references, [block_kv, columns] float32: -inf where the mask hides them, past the end
+        of the keys, and, in a last tile that begins earlier than its number says (`DecodeItems.start`), at keys of the tile before it.
 
-        s        K Q^T with the scales of keys
-        number   of the key tile
-        start    first key in its slot
+        s          K Q^T with the scales of keys, without the plan's scale
+        programs   of `at_item`; this method computes their vectors
+        item       the work item
+        number     of the key tile
+        start      first key in its slot
         """
         setup, keys = self.setup, self.setup.tile.block_kv
         score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs)

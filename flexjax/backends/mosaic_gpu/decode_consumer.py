@@ -32,7 +32,9 @@ class Programs(typing.NamedTuple):
     mask: TileProgram | None
 
     def at_columns(self, start: Scalar) -> "Programs":
-        """The programs with the vectors over the keys of the tile whose first key is `start`."""
+        """The programs with the column vectors over the keys of the tile computed here (`TileProgram.pin`), for the tile whose first key is
+        `start`; None stays None.
+        """
         return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
 
 
@@ -49,9 +51,12 @@ class ItemConsumer:
     outputs: DecodeOutputs[Ref]
 
     def at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
-        """A program of packed rows with its row vectors computed; None for None.
+        """A program of score_mod or mask_mod with its scalars and row vectors computed for the packed rows of a work item, on tiles [ROWS,
+        block_kv]; None if `program` is None.
 
-        refs   its captured arrays
+        program   for packed rows (ir/fold_heads.py): its h is the key head, its q the packed row
+        refs      its captured arrays, with the tables of an origin after them
+        item      whose batch entry and key head are read
         """
         if program is None:
             return None
@@ -80,8 +85,9 @@ class ItemConsumer:
 
     def masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
         """The scores with -inf where mask_mod hides them, at keys from `end` on, and, in a last tile that begins earlier
-        (`DecodeItems.start`), at keys that belong to the tile before it.
+        (`DecodeItems.start`), at keys that belong to the tile before it. Of `scores` the field `tile` changes alone.
 
+        scores   of the tile, after score_mod
         mask     at the rows and columns of the tile; None without a mask_mod
         number   of the key tile
         start    number of the first key in its slot

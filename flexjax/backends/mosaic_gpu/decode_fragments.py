@@ -59,7 +59,7 @@ class Ops(typing.Protocol):
         ...
 
     def shift_right(self, x: Word, bits: int) -> Word:
-        """x shifted, with zeros from the left."""
+        """x shifted to the right by `bits` bits, a Python int, with zeros from the left."""
         ...
 
     def bits_and(self, x: Word, mask: int) -> Word:
@@ -87,15 +87,22 @@ class Ops(typing.Protocol):
         ...
 
     def packed(self, low: Word, high: Word, dtype: str) -> Word:
-        """Two float32 rounded to the 16-bit dtype."""
+        """One word with two float32 rounded to the 16-bit dtype: `low` in its lower half, `high` in its upper half."""
         ...
 
     def load(self, memory: typing.Any, offset: Word) -> list[Word]:
-        """The four words from byte `offset` of shared memory, a multiple of 16."""
+        """The four words from byte `offset` of shared memory, a multiple of 16.
+
+        memory   the array, in the form in which this class takes it
+        """
         ...
 
     def mma(self, sums: list[Word], left: list[Word], right: list[Word], dtype: str) -> list[Word]:
-        """sums + left @ right, by m16n8k16."""
+        """sums + left @ right by one m16n8k16 of the warp: the four float32 words of the new sums.
+
+        sums          four float32 words
+        left, right   four and two words of two numbers of the 16-bit dtype
+        """
         ...
 
     def transposed(self, x: Word) -> Word:
@@ -178,16 +185,19 @@ class Lanes(typing.NamedTuple):
 
 
 def lanes_of(ops: Ops) -> Lanes:
-    """Where the thread is."""
+    """The warp of the calling thread in its warpgroup, and g = lane / 4 and t = lane % 4 of its lane."""
     thread = ops.thread
     lane = ops.bits_and(thread, 31)
     return Lanes(ops.shift_right(thread, 5), ops.shift_right(lane, 2), ops.bits_and(lane, 3))
 
 
 def query_words(ops: Ops, queries: typing.Any, columns: int, head_dim: int) -> list[Word]:
-    """The right operands of Q K^T, in the order in which `scores` takes them.
+    """The right operands of Q K^T that a thread holds: a list of words of two 16-bit numbers, two words for each `mma`, in the order in
+    which `scores` takes them.
 
-    queries   [columns, head_dim] of a 16-bit dtype in shared memory, row-major
+    queries    [columns, head_dim] of a 16-bit dtype, row-major
+    columns    packed queries, a multiple of 8
+    head_dim   a multiple of PIECE
     """
     _, g, t = lanes_of(ops)
     row = ops.add(ops.times(g, 2 * head_dim), ops.times(t, 64))
@@ -214,11 +224,17 @@ def scores(
     stored: str,
     dtype: str,
 ) -> dict[tuple[int, int], Word]:
-    """K Q^T of a tile: (row, column) as the first thread has them -> float32.
+    """K Q^T of a tile, without scale: (row, column) as the first thread has them -> float32, for the elements of one thread; rows are keys,
+    columns packed queries.
 
-    keys      [block_kv, head_dim] bytes in shared memory, in swizzled pieces
-    queries   of `query_words`
-    zero      the float32 0
+    keys       [block_kv, head_dim] bytes in shared memory, in swizzled pieces
+    queries    of `query_words`
+    zero       the float32 0
+    block_kv   keys of the tile, a multiple of 64
+    columns    packed queries, a multiple of 8
+    head_dim   a multiple of PIECE
+    stored     dtype of the bytes, "int8" or "float8_e4m3fn"
+    dtype      16-bit dtype of the queries, to which the bytes are widened
     """
     warp, g, t = lanes_of(ops)
     pieces, per_column = head_dim // PIECE, len(queries) // (columns // 8)
@@ -272,11 +288,13 @@ def softmax(
     total: dict[tuple[int, int], Word],
     unit: Word | None = None,
 ) -> Softmax:
-    """One step of the online softmax of each warp, over its own keys.
+    """One step of the online softmax of each warp, over its own keys: the weights of a tile, and the state after it.
 
-    found        scores in powers of two, or by `unit` in another base; -inf where hidden
-    top, total   the state before
-    unit         float32 by which differences of scores are multiplied; None: 1
+    found        scores of the thread, (row, column) -> float32: powers of two, or scores with `unit` = log2(e); -inf where hidden
+    top, total   the state before; -inf and 0 at the start
+    unit         float32 by which differences of scores are multiplied to give powers of two; None: 1
+
+    A reference is the largest score so far; where all are -inf, weights are 0 and the reference stays -inf.
     """
     power = lambda x: ops.power(x if unit is None else ops.product(x, unit))
     weights: dict[tuple[int, int], Word] = {}
@@ -317,9 +335,14 @@ def add_values(
 ) -> dict[tuple[int, int], Word]:
     """out * factor + V^T P^T: (64 (8 p + m) + 8 h, column) -> the sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1.
 
-    values    [block_kv, value_dim] bytes in shared memory, in swizzled pieces
-    weights   of every key, float32
-    factor    rows 0 and 8
+    values              [block_kv, value_dim] bytes in shared memory, in swizzled pieces
+    weights             of every key, float32, which are rounded to `dtype`
+    factor              of `softmax`, rows 0 and 8
+    out                 the sums of the tiles before, with the keys of the result
+    block_kv, columns   keys of the tile and packed queries, multiples of 64 and of 8
+    value_dim           a multiple of PIECE
+    stored              dtype of the bytes, "int8" or "float8_e4m3fn"
+    dtype               16-bit dtype of the products
     """
     warp, g, t = lanes_of(ops)
     pieces = value_dim // PIECE

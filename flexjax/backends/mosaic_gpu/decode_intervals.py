@@ -46,8 +46,8 @@ class Bound(typing.NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def bounds_of(program: Program) -> tuple[Bound, ...] | None:
-    """The comparisons of a mask program, if a key is visible exactly where all of them hold and each bounds kv from one
-    side (`Bound`); None for any other program.
+    """The comparisons (>=, >, <=, <) of a mask program, if a key is visible exactly where all of them hold and each bounds kv from one side
+    (`Bound`), with a slope of magnitude at most MOST_SLOPE; None for any other program. Cached by the program.
     """
     made = {out.id: step for step in program.steps for out in step.outs}
     found: list[Bound] = []
@@ -112,7 +112,9 @@ def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array 
     at = [jnp.broadcast_to(x, shape).reshape(-1) for x in (b, h, query_positions(*placed, b, row))]
 
     def value(atom: Atom) -> Array:
-        """The value of an atom at key 0 for every entry, head and query."""
+        """The value of an int32 atom at key 0 for every batch entry, head and query: [B, heads, T], clipped to half of UNBOUNDED in
+        magnitude.
+        """
         single = with_results(program, (atom,))
         zero = jnp.int32(0)
         found = jax.vmap(lambda b, h, q: call_program(single, operands.mask_captures, (b, h, q, zero)))(*at)

@@ -40,7 +40,9 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
     """The only warpgroup of a CTA whose key and value slots hold swizzled bytes (`DecodeTile.transposed`)."""
 
     def compute_item(self, item: DecodeItem) -> None:
-        """Runs the steps of a work item and writes its partial result. An item without steps copies nothing."""
+        """Runs the steps of a work item and writes its partial result to `outputs`: the warps write their sums to shared memory, all meet,
+        and the threads merge them. An item without steps copies nothing and writes sums 0 with references -inf.
+        """
         setup, tile, interpret = self.setup, self.tile, self.setup.interpret
         programs = Programs(
             self.at_item(setup.score, self.inputs.score, item), self.at_item(setup.mask, self.inputs.mask, item)
@@ -60,24 +62,29 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
         self.copies.sync()  # all threads have read the sums before any of them writes those of the next item
 
     def _byte_steps(self, item: DecodeItem, programs: Programs, start: Sums) -> Sums:
-        """Runs every step of an item that has some; returns `start` plus what they add."""
+        """Begins the copies of an item that has steps, and runs every step; returns (O^T, state of each warp's softmax) after the last.
+
+        programs   of `at_item`
+        start      the sums and the state before the first step
+        """
         tiles = self.begin(item)
         held = self._queries(item) if self.tile.holds_queries else None
         step = functools.partial(self._byte_step, item, programs, held)
         return lax.fori_loop(i32(0), item.total, step, (tiles, *start))[1:]
 
     def _queries(self, item: DecodeItem) -> jax.Array:
-        """The packed queries of the item as `byte_scores` takes them."""
+        """The packed queries of the item, read from global memory to registers, as `decode_sm90_bytes.byte_scores` takes them."""
         rows = self.inputs.query.at[item.b, item.kv_head, pl.ds(0, self.tile.columns)]
         return decode_sm90_bytes.query_fragments(rows, self.setup.interpret)
 
     def _byte_step(
         self, item: DecodeItem, programs: Programs, held: jax.Array | None, n: Scalar, carry: Carry
     ) -> Carry:
-        """S^T, softmax and V^T P^T of step n of the item.
+        """S^T, softmax and V^T P^T of step n of the item; waits for its keys and values, and begins the copies of later steps.
 
-        held    the packed queries; None: they are read here
-        carry   before the step; the same for step n + 1 is returned
+        programs   of `at_item`
+        held       the packed queries; None: they are read here
+        carry      before the step; the same for step n + 1 is returned
         """
         setup, tile, scratch, interpret = self.setup, self.tile, self.scratch, self.setup.interpret
         tiles, out, state = carry

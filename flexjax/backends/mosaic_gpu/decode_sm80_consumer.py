@@ -113,7 +113,7 @@ class MmaDecodeConsumer(ItemConsumer):
     # ----------------------------------------------------------------- the steps
 
     def _steps(self, item: DecodeItem, programs: Programs, out: jax.Array) -> tuple[jax.Array, State]:
-        """Runs every step of an item that has some.
+        """Begins the copies of an item that has steps, waits for its queries, and runs every step.
 
         programs   at the rows of the item
         out        [ROWS, value dim] float32, zeros
@@ -127,7 +127,7 @@ class MmaDecodeConsumer(ItemConsumer):
         return lax.fori_loop(i32(0), item.total, step, (tiles, out, self.setup.softmax.start))[1:]
 
     def _step(self, item: DecodeItem, programs: Programs, n: Scalar, carry: Carry) -> Carry:
-        """S, softmax and P V of step n of the item.
+        """S, softmax and P V of step n of the item; waits for its keys and values, and begins the copies of later steps.
 
         programs   at the rows of the item
         carry      before the step; the same for step n + 1 is returned
@@ -157,10 +157,11 @@ class MmaDecodeConsumer(ItemConsumer):
         return (*tiles[1:], following), out, state
 
     def _widened(self, stored: Ref, wide: Ref | None) -> Ref:
-        """The key or value tile that is multiplied: `stored` itself or, for a quantised cache, its numbers in 16 bits, which this writes.
+        """The key or value tile that is multiplied: `stored` itself or, for a quantised cache, its numbers in 16 bits, which all threads
+        write to `wide` together; they meet afterwards, so that each can read all of it.
 
         stored   the slot
-        wide     where they go, a tile that all threads have multiplied by before; None if the cache is not quantised
+        wide     where the numbers go, a tile that all threads have multiplied by before; None if the cache is not quantised
         """
         dtype = self.tile.stored
         if wide is None or dtype is None:
@@ -187,7 +188,7 @@ class MmaDecodeConsumer(ItemConsumer):
         return tiles
 
     def next_values(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the keys of step n, and begins to copy values into the slot that step n - 1 has read.
+        """Waits for the keys of step n, then begins to copy the values of step n + stages - 1 into the slot that step n - 1 has read.
 
         tiles   of step n and the next `stages`
         """
@@ -195,7 +196,8 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages - 1, tiles[-2], "value")
 
     def next_keys(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the values of step n, and begins to copy keys into the slot that step n has read.
+        """Waits for the values of step n, then begins to copy the keys of step n + stages into the slot that step n has read. Called after
+        S of step n is computed.
 
         tiles   of step n and the next `stages`
         """
@@ -257,11 +259,17 @@ class MmaDecodeConsumer(ItemConsumer):
         return self.tile.stored is not None and not self.tile.transposed
 
     def _copy_tile(self, source: Ref, target: Ref, arrived: Ref | None, item: DecodeItem, tile: KeyTile) -> None:
-        """Begins the copies of one tile of keys or of values: one, or for a cache in pages one for each part.
+        """Begins the copies of one tile of keys or of values into a free slot: one, or for a cache in pages one for each part of
+        `page_rows` keys.
 
         source    the array in global memory
         target    [block_kv, D or E], the slot
         arrived   barrier of the slot, at which each copy arrives; None with cp.async
+        item      whose batch entry, key head and number of keys are read
+        tile      which keys to copy
+
+        A part whose page number is not in the cache becomes zeros. cp.async also writes zeros for keys that do not exist; TMA brings what
+        lies there, and for a part in pages that begins past the last key, the tile's first part again.
         """
         setup, rows = self.setup, self.tile.page_rows
         exist = item.end - tile.start if setup.lengths or setup.items.tiles_may_overhang else None

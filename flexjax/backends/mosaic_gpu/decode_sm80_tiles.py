@@ -110,7 +110,9 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
 
 
 def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
-    """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can."""
+    """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can. Whether it would be faster than the
+    forward kernel is not considered.
+    """
     reason = decode_tiles.refuses_call(plan)
     if reason is None and not _candidates(plan, card):
         what = f"{plan.cache_dtype or plan.dtype} with head dims {plan.head_dim} and {plan.value_dim}"

@@ -66,8 +66,15 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
 def prepared(
     plan: KernelPlan, operands: Operands, tile: DecodeTile
 ) -> tuple[DecodeSetup, DecodeInputs[jax.Array], jax.Array | None]:
-    """(what is known before the kernel is traced, the operands as it reads them, how many queries of each batch entry exist as [B]
-    int32 or None for all).
+    """(what is known before the kernel is traced, the operands as it reads them, how many queries of each batch entry exist as [B] int32 or
+    None for all).
+
+    plan       of the call, before its heads are packed into rows
+    operands   of the call
+    tile       the configuration of the kernel, Hopper or mma.sync
+
+    For a mask that shows every query one run of keys (decode_intervals.py) the work items are those of that run, and block lists are not
+    read.
     """
     query_lengths, key_lengths = existing(plan, operands)
     setup, first = decode_setup(plan, tile, operands), None
@@ -79,7 +86,9 @@ def prepared(
 
 
 def partial_results(setup: DecodeSetup, like: jax.Array) -> DecodeOutputs[jax.ShapeDtypeStruct]:
-    """The shapes of the partial results of the chunks. Inside shard_map they vary over the mesh axes of `like`."""
+    """The shapes and dtypes of the partial results of the chunks (`DecodeOutputs`), which the kernel writes. Inside shard_map they vary
+    over the mesh axes of the array `like`.
+    """
     plan, tile = setup.plan, setup.tile
     shape = (plan.batch, plan.kv_heads, setup.items.chunks)
     return DecodeOutputs(
@@ -96,9 +105,13 @@ def merged(
     sinks: jax.Array | None,
     query_lengths: jax.Array | None,
 ) -> Results:
-    """The results of a call from the partial results of its chunks.
+    """The results of a call, in the plan's layout, from the partial results of its chunks.
 
-    query_lengths   of `prepared`
+    plan                   of the call, before its heads are packed into rows
+    setup, query_lengths   of `prepared`
+    work                   `DecodeInputs.work`, which says which chunks have partial results
+    results                what the kernel wrote
+    sinks                  [N] or None
     """
     live = setup.items.live(work)
     return decode_sm90_merge.merged(plan, setup.softmax, results.out, results.stats, live, sinks, query_lengths)

@@ -34,11 +34,12 @@ class ByteConsumer(DecodeConsumer, ByteScores):
     """One consumer warpgroup of a CTA whose key and value slots hold swizzled bytes (`DecodeTile.transposed`)."""
 
     def _compute_item(self, item: DecodeItem, turn: Scalar, first_step: Scalar, group: Scalar) -> None:
-        """Computes the steps of this warpgroup and hands over or writes what it has summed.
+        """Computes the steps of this warpgroup; then both warpgroups write their sums to shared memory, and the first merges them and
+        writes the partial result. It waits for the queries and releases their slot.
 
         turn         number of the item in this CTA
         first_step   number of its first step, counted over the items of this CTA
-        group        number of this warpgroup
+        group        number of this warpgroup, FIRST or SECOND
         """
         setup, tile, scratch, interpret = self.setup, self.setup.tile, self.scratch, self.setup.interpret
         programs = Programs(
@@ -97,10 +98,15 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         out: jax.Array,
         state: WarpSoftmax,
     ) -> tuple[jax.Array, WarpSoftmax]:
-        """S^T, softmax and V^T P^T of step n of the item; returns `out` and the state of the softmax after it.
+        """S^T, softmax and V^T P^T of step n of the item; returns `out` and the state of the softmax after it. It waits for the keys and
+        the values of the step and releases their slots.
 
-        queries   of `decode_sm90_bytes.query_fragments`
-        out       [WARPS * value dim, columns], the sums so far
+        programs     of `at_item`
+        queries      of `decode_sm90_bytes.query_fragments`
+        n            number of the step in the item, over both warpgroups
+        first_step   number of the item's first step, counted over the items of this CTA
+        out          [WARPS * value dim, columns] float32, the sums so far
+        state        of each warp's softmax before the step
         """
         setup, tile, scratch, interpret = self.setup, self.setup.tile, self.scratch, self.setup.interpret
         stored, dtype = typing.cast(str, tile.stored), setup.plan.dtype

@@ -50,15 +50,19 @@ class MlirOps:
         self.thread = arith.remui(mgpu_utils.thread_idx(), self.const(THREADS))
 
     def const(self, value: int) -> ir.Value:
-        """An i32 with these bits."""
+        """An i32 constant with the bits of `value`, from -2^31 to 2^32 - 1."""
         return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, self.i32)
 
     def _word(self, x: ir.Value | int) -> ir.Value:
-        """x, or the constant x."""
+        """x as an MLIR value: itself, or for a Python int the constant."""
         return self.const(x) if isinstance(x, int) else x
 
     def _ptx(self, text: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
-        """What an instruction without side effects computes."""
+        """The result of one PTX instruction without side effects, which it emits.
+
+        text     the instruction, its result as $0 and its operands as $1, $2, ...
+        result   MLIR type of the result; None: i32
+        """
         return mgpu_utils.inline_ptx(text, *operands, result_types=result or self.i32)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
 
     def add(self, x: ir.Value, y: ir.Value | int) -> ir.Value:
@@ -86,27 +90,27 @@ class MlirOps:
         return arith.xori(x, self._word(y))
 
     def permuted(self, x: ir.Value, y: ir.Value | int, selector: int) -> ir.Value:
-        """`prmt`."""
+        """The bytes of x (numbers 0 to 3) and of y (4 to 7) that the four nibbles of `selector` name, lowest first, by `prmt`."""
         return self._ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", x, self._word(y))
 
     def subtracted(self, x: ir.Value, y: ir.Value | int, dtype: str) -> ir.Value:
-        """x - y for two numbers each. As an FMA it is y * -1 + x, which rounds the same."""
+        """x - y for the two numbers of the 16-bit dtype in each word. As an FMA it is y * -1 + x, which rounds the same."""
         if self.fused and dtype == "bfloat16":
             return self._ptx("fma.rn.bf16x2 $0, $1, $2, $3;", self._word(y), self.const(0xBF80BF80), x)
         return self._ptx(f"sub.rn.{_pair(dtype)} $0, $1, $2;", x, self._word(y))
 
     def multiplied(self, x: ir.Value, y: int, dtype: str) -> ir.Value:
-        """x * y for two numbers each. As an FMA it is x * y - 0, which rounds the same."""
+        """x * y for the two numbers of the 16-bit dtype in each word. As an FMA it is x * y - 0, which rounds the same."""
         if self.fused and dtype == "bfloat16":
             return self._ptx("fma.rn.bf16x2 $0, $1, $2, $3;", x, self._word(y), self.const(0x80008000))
         return self._ptx(f"mul.rn.{_pair(dtype)} $0, $1, $2;", x, self._word(y))
 
     def packed(self, low: ir.Value, high: ir.Value, dtype: str) -> ir.Value:
-        """Two float32 rounded; the instruction takes the upper one first."""
+        """One word with two float32 rounded to the 16-bit dtype, `low` in its lower half; the instruction takes the upper one first."""
         return self._ptx(f"cvt.rn.{_pair(dtype)}.f32 $0, $1, $2;", high, low)
 
     def load(self, memory: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        """Four words of shared memory; `memory` is a pointer."""
+        """Four words of shared memory from byte `offset`, a multiple of 16, after the pointer `memory`."""
         place = mgpu_utils.getelementptr(
             memory, [arith.extui(ir.IntegerType.get_signless(64), offset)], ir.IntegerType.get_signless(8)
         )
@@ -114,7 +118,9 @@ class MlirOps:
         return [llvm.extractelement(words, self.const(n)) for n in range(4)]
 
     def mma(self, sums: list[ir.Value], left: list[ir.Value], right: list[ir.Value], dtype: str) -> list[ir.Value]:
-        """`mma.sync`."""
+        """sums + left @ right by `mma.sync` m16n8k16: four f32. `sums` are four f32, `left` four and `right` two words of two numbers of
+        the 16-bit dtype.
+        """
         kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
         found = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
             f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, "
@@ -127,13 +133,13 @@ class MlirOps:
         return list(found)
 
     def transposed(self, x: ir.Value) -> ir.Value:
-        """`movmatrix`."""
+        """The 8 x 8 matrix of 16-bit numbers that a warp holds, a word a lane, transposed by `movmatrix`."""
         return mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, result_types=self.i32, has_side_effects=True
         )
 
     def exchanged(self, x: ir.Value, distance: int) -> ir.Value:
-        """x of another lane."""
+        """x of the lane whose number differs by XOR with `distance`."""
         return mgpu_utils.shfl_bfly(x, distance)
 
     def sum(self, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -149,7 +155,7 @@ class MlirOps:
         return arith.subf(x, y)
 
     def larger(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The larger of both."""
+        """The larger of two f32; NaN if one is."""
         return arith.maximumf(x, y)
 
     def zero_if_hidden(self, x: ir.Value) -> ir.Value:
@@ -163,12 +169,12 @@ class MlirOps:
 
 
 def _pair(dtype: str) -> str:
-    """The PTX type of two numbers of the dtype."""
+    """The PTX type of a word of two numbers of the 16-bit dtype."""
     return {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
 
 
 def _elements(array: mgpu.FragmentedArray) -> Elements:
-    """The elements of a thread."""
+    """The elements that one thread holds of an array in the layout TILE, by position; inside `inline_mgpu`."""
     found: Elements = {}
     for register, item, (row, column) in positions_of(lowered(TILE), array.shape).constants:
         found[row, column] = element(typing.cast(ir.Value, array.registers[register]), item)
@@ -176,14 +182,18 @@ def _elements(array: mgpu.FragmentedArray) -> Elements:
 
 
 def _array(elements: Elements, shape: tuple[int, int], signed: bool | None = None) -> mgpu.FragmentedArray:
-    """The array of which a thread holds these elements."""
+    """The array of `shape` in the layout TILE of which one thread holds these elements, the inverse of `_elements`; inside `inline_mgpu`.
+
+    elements   one for each position of the thread
+    signed     None for floats, True for int32 (`registers.is_signed`)
+    """
     layout = lowered(TILE)
     items = ((register, item, elements[at[0], at[1]]) for register, item, at in positions_of(layout, shape).constants)
     return assemble(layout, shape, items, signed)
 
 
 def _struct(shape: tuple[int, int], dtype: typing.Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
-    """An array in the layout of an accumulator."""
+    """The type of a result of `inline_mgpu`: an array of `shape` in the layout TILE."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=TILE)
 
 
@@ -213,7 +223,7 @@ def numbers_of_bytes(stored: jax.Array, dtype: str) -> jax.Array:
 
 
 def by_warp(x: jax.Array) -> jax.Array:
-    """[block_kv, columns] by keys as [blocks, WARPS, 16, columns]."""
+    """An array [block_kv, columns], whose rows are keys, as [block_kv / 64, WARPS, 16, columns]: for each 64 keys the 16 of each warp."""
     return x.reshape(-1, WARPS, 16, x.shape[1])
 
 
@@ -221,9 +231,10 @@ def by_warp(x: jax.Array) -> jax.Array:
 
 
 def query_fragments(queries: Ref, interpret: bool) -> jax.Array:
-    """The packed queries as `byte_scores` takes them.
+    """The packed queries in registers, as `byte_scores` takes them: on the device words of each thread in the layout TILE, in the simulator
+    the array itself.
 
-    queries   [columns, head_dim] of 16 bits in shared memory, row-major
+    queries   [columns, head_dim] of 16 bits in shared or global memory, row-major
     """
     columns, head_dim = queries.shape
     if interpret:
@@ -232,7 +243,7 @@ def query_fragments(queries: Ref, interpret: bool) -> jax.Array:
 
     @inline_mgpu(plgpu.RefType(), returns=_struct(shape, jnp.int32))
     def read(memory: ir.Value) -> mgpu.FragmentedArray:
-        """The words of a thread, in the order of its elements."""
+        """The words of `decode_fragments.query_words` of one thread, in the order of its elements."""
         words = decode_fragments.query_words(MlirOps(), mgpu_utils.memref_ptr(memory), columns, head_dim)
         places = [(at[0], at[1]) for _, _, at in positions_of(lowered(TILE), shape).constants]
         return _array(dict(zip(places, words, strict=True)), shape, True)
@@ -241,10 +252,11 @@ def query_fragments(queries: Ref, interpret: bool) -> jax.Array:
 
 
 def byte_scores(keys: Ref, queries: jax.Array, columns: int, stored: str, dtype: str, interpret: bool) -> jax.Array:
-    """K Q^T, [block_kv, columns] float32.
+    """K Q^T without scale, [block_kv, columns] float32. The keys must have arrived.
 
     keys      [block_kv, head_dim] int8 in shared memory, swizzled: the bytes of numbers of the dtype `stored`
     queries   of `query_fragments`, of the 16-bit `dtype`
+    columns   packed queries, rounded up to a multiple of 8
     """
     block_kv, head_dim = keys.shape
     shape = (block_kv, columns)
@@ -253,7 +265,7 @@ def byte_scores(keys: Ref, queries: jax.Array, columns: int, stored: str, dtype:
 
     @inline_mgpu(plgpu.RefType(SWIZZLED_BYTES), TILE, returns=_struct(shape))
     def multiply(memory: ir.Value, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The elements of a thread."""
+        """One thread's elements of K Q^T, from a memref of the keys and its words of the queries."""
         ops = MlirOps()
         found = decode_fragments.scores(
             ops, mgpu_utils.memref_ptr(memory), list(_elements(words).values()), mgpu.c(0.0, ops.f32), block_kv, columns,
@@ -278,9 +290,11 @@ class WarpSoftmax(typing.NamedTuple):
 def byte_softmax(
     scores: jax.Array, state: WarpSoftmax, large_scores: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array, WarpSoftmax]:
-    """(weights [block_kv, columns], factor [64, columns] of what was summed before, state after the tile).
+    """One step of the online softmax of each warp over its own keys: (weights [block_kv, columns] float32, factor [64, columns] by which
+    `add_byte_values` multiplies what was summed before, state after the tile).
 
     scores         [block_kv, columns] float32 in the unit of references, -inf where hidden
+    state          before the tile
     large_scores   references are scores; else powers of two
     """
     narrow = typing.cast(tuple[int, int], state.top.shape)
@@ -296,7 +310,7 @@ def byte_softmax(
 
     @inline_mgpu(TILE, TILE, TILE, returns=(_struct(shape), *[_struct(narrow)] * 3))
     def compute(*arrays: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
-        """The elements of a thread."""
+        """One thread's elements of weights, factor and new state, from those of scores and state."""
         ops = MlirOps()
         found, top, total = map(_elements, arrays)
         found = decode_fragments.softmax(ops, found, top, total, _unit(ops, large_scores))
@@ -309,11 +323,11 @@ def byte_softmax(
 def add_byte_values(
     values: Ref, weights: jax.Array, factor: jax.Array, out: jax.Array, stored: str, dtype: str, interpret: bool
 ) -> jax.Array:
-    """out * factor + V^T P^T, [4 * value_dim, columns] float32.
+    """out * factor + V^T P^T, [4 * value_dim, columns] float32. The values must have arrived.
 
-    values    [block_kv, value_dim] int8 in shared memory, swizzled
-    weights   [block_kv, columns] float32, which are rounded to the 16-bit `dtype`
-    factor    [64, columns]
+    values    [block_kv, value_dim] int8 in shared memory, swizzled: the bytes of numbers of the dtype `stored`
+    weights   [block_kv, columns] float32, times the scales of values; they are rounded to the 16-bit `dtype`
+    factor    [64, columns], of `byte_softmax`
     out       the sums of the tiles before
     """
     block_kv, value_dim = values.shape
@@ -327,7 +341,7 @@ def add_byte_values(
 
     @inline_mgpu(plgpu.RefType(SWIZZLED_BYTES), TILE, TILE, TILE, returns=_struct(shape))
     def multiply(memory: ir.Value, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The elements of a thread."""
+        """One thread's elements of the new sums, from a memref of the values and its elements of weights, factor and old sums."""
         weights, factor, out = map(_elements, arrays)
         place = mgpu_utils.memref_ptr(memory)
         found = decode_fragments.add_values(
@@ -344,12 +358,14 @@ def add_byte_values(
 def write_partials(
     target: Ref, stats: Ref, out: jax.Array, state: WarpSoftmax, rows: int, group: Scalar, interpret: bool
 ) -> None:
-    """Writes what each warp of this warpgroup has summed to shared memory.
+    """Writes what each warp of this warpgroup has summed to shared memory: warp w writes entry group * WARPS + w. The caller meets the
+    other warps before `write_merged`.
 
-    target   [2 * WARPS, rows, value_dim] float32: of all warps of both warpgroups
-    stats    [2 * WARPS, 2, columns] float32: references, sums of weights
-    rows     packed queries that exist
-    group    number of the warpgroup
+    target       [warps, rows, value_dim] float32, for all warps of the CTA that compute
+    stats        [warps, 2, columns] float32: references, sums of weights
+    out, state   after the last step
+    rows         packed queries that exist; the other columns of `out` are not written
+    group        number of the warpgroup, 0 where one computes
     """
     value_dim, columns = target.shape[2], out.shape[1]
     if interpret:
@@ -391,11 +407,12 @@ def write_partials(
 
 
 def write_merged(partial: Ref, stats: Ref, out: Ref, out_stats: Ref, large_scores: bool, interpret: bool) -> None:
-    """One softmax from the sums of all warps, added in the order of their numbers, to global memory.
+    """One softmax from the sums of all warps, added in the order of their numbers, to global memory; called by one warpgroup, once all
+    warps have written.
 
     partial, stats   as `write_partials` writes them
-    out              [rows, value_dim] float32
-    out_stats        [2, rows] float32: references, sums of weights
+    out              [rows, value_dim] float32, relative to the merged references
+    out_stats        [2, rows] float32: references, -inf where nothing was visible, and sums of weights
     large_scores     references are scores; else powers of two
     """
     count, rows, value_dim = partial.shape
@@ -458,14 +475,21 @@ def _only_if(condition: ir.Value) -> typing.Any:
 
 
 def _place(ops: MlirOps, memory: ir.Value, number: ir.Value) -> ir.Value:
-    """The address of a float32 of an array, by its number in row-major order."""
+    """The pointer to a float32 of an array in shared or global memory.
+
+    memory   memref of the array
+    number   of the element in row-major order, an i32
+    """
     return mgpu_utils.getelementptr(
         mgpu_utils.memref_ptr(memory), [arith.extui(ir.IntegerType.get_signless(64), number)], ops.f32
     )
 
 
 def _store(ops: MlirOps, memory: ir.Value, number: ir.Value, values: list[ir.Value]) -> None:
-    """Writes one or four neighbouring float32."""
+    """Writes one float32, or four neighbouring ones whose first `number` is a multiple of 4, to an array.
+
+    memory, number   as for `_place`, of the first
+    """
     if len(values) == 1:
         llvm.store(values[0], _place(ops, memory, number))
         return
@@ -476,7 +500,10 @@ def _store(ops: MlirOps, memory: ir.Value, number: ir.Value, values: list[ir.Val
 
 
 def _load(ops: MlirOps, memory: ir.Value, number: ir.Value, count: int) -> list[ir.Value]:
-    """One or four neighbouring float32."""
+    """Reads `count` neighbouring float32 of an array: one, or four whose first `number` is a multiple of 4.
+
+    memory, number   as for `_place`, of the first
+    """
     if count == 1:
         return [llvm.load(ops.f32, _place(ops, memory, number))]
     words = llvm.load(ir.VectorType.get((count,), ops.f32), _place(ops, memory, number), alignment=16)

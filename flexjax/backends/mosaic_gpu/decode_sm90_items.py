@@ -109,7 +109,9 @@ class DecodeItems:
 
     @property
     def list_shape(self) -> tuple[int, int]:
-        """(batch entries, key heads) that have tile lists of their own, 1 for one list for all."""
+        """(batch entries, key heads) that have tile lists of their own; 1 on an axis where one list serves all, as without a block mask.
+        With lengths each batch entry has its own.
+        """
         blocks = self.plan.blocks
         if blocks is None:
             return 1, 1
@@ -131,7 +133,9 @@ class DecodeItems:
 
     @property
     def chunks_first(self) -> bool:
-        """Whether items are numbered by chunks and then by batch entries, where each entry has an interval from key 0 on."""
+        """Whether items are numbered by chunks and, within a chunk, by batch entries: for many packed rows over pages, whose batch entries
+        read the same pages. It applies only to a call with lengths, without a block mask, whose entries see keys from 0 on (`work`).
+        """
         return self.plan.page > 0 and self.tile.used_rows >= decode_tiles.FEW_ROWS and self.plan.batch > 1
 
     @property

@@ -76,7 +76,7 @@ class DecodeSetup:
 
     @property
     def items(self) -> DecodeItems:
-        """The work items."""
+        """The work items: which chunks of keys CTAs sum."""
         return DecodeItems(self.plan, self.tile, self.lengths)
 
     @property

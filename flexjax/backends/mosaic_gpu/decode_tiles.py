@@ -118,12 +118,12 @@ class DecodeTile:
 
     @property
     def query_rows(self) -> int:
-        """Packed rows of a query slot."""
+        """Packed rows of a query slot: all 64 of the tile, or where bytes are multiplied straight from registers `columns`."""
         return self.columns if self.transposed else ROWS
 
     @property
     def stored_rows(self) -> int:
-        """Packed rows of each head in global memory."""
+        """Packed rows of each key head in global memory: those that exist, rounded up to a multiple of 8 if they are more than 8."""
         return self.used_rows if self.used_rows <= 8 else self.columns
 
     @property
@@ -133,7 +133,7 @@ class DecodeTile:
 
     @property
     def copies(self) -> int:
-        """Copies that fill one slot of keys or of values."""
+        """Copies that fill one slot of keys or of values: the parts of a tile, `page_rows` keys each; 1 for contiguous keys."""
         return self.block_kv // self.page_rows
 
 
@@ -215,7 +215,8 @@ def decode_fits(tile: DecodeTile) -> bool:
 
 
 def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
-    """Keys of a chunk, a multiple of the keys of a tile: as many as have CHUNK_BYTES (FEW_ROWS) in 16 bits.
+    """Keys of a chunk: as many as have CHUNK_BYTES of keys and values in 16 bits, or twice as many for more than FEW_ROWS packed rows,
+    rounded up to a multiple of `block_kv`. The bytes of a quantised cache count as 16 bits too, so that its chunks are the same.
 
     rows                  packed rows
     head_dim, value_dim   as the kernel pads them
@@ -314,5 +315,5 @@ def refuses_call(plan: KernelPlan) -> str | None:
 
 
 def chunks(plan: KernelPlan, tile: DecodeTile) -> int:
-    """Chunks of the keys of one batch entry."""
+    """How many chunks the keys of one batch entry of full length have, `tile.chunk` keys each; the last may be shorter."""
     return math.ceil(plan.kv_len / tile.chunk)

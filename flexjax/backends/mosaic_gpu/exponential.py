@@ -39,10 +39,10 @@ GROUP = 8
 
 
 def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
-    """2^x of a float32 tile [rows, columns].
+    """2^x of a float32 tile [rows, columns], a share of the elements by the polynomial at the top of this file.
 
-    share       0 to 8: of every eight registers of a thread, each of which holds two neighbouring elements, the first
-                `share` are computed by the polynomial and the others by the `ex2` instruction
+    share       0 to 8: of every eight registers of a thread, each of which holds two neighbouring elements, the first `share` are computed
+                by the polynomial and the others by the `ex2` instruction. 0: all by `jnp.exp2`
     interpret   whether the kernel runs in the simulator, which has no registers and takes pairs of columns instead
 
     The polynomial takes x up to 127 and gives exactly 0 from LOWEST down.

@@ -42,7 +42,9 @@ class KeyPages(typing.NamedTuple, typing.Generic[Part]):
 
 
 def key_pages(plan: KernelPlan, operands: Operands) -> KeyPages[jax.Array]:
-    """The arrays of KeyPages, of a call with keys in pages and with key lengths."""
+    """The arrays of KeyPages, made by XLA before the kernel, of a call with keys in pages and with key lengths; AssertionError without
+    either. `values` are 0 for a batch entry without keys, or whose last page is not in the pool.
+    """
     pages, lengths = operands.pages, operands.lengths
     assert pages is not None
     assert lengths is not None
@@ -83,9 +85,11 @@ class PagedTile(typing.NamedTuple):
     start: Scalar
 
     def copy(self, pages: KeyPages[Ref], source: Ref, last_page: Ref | None, target: Ref, full: Ref) -> None:
-        """Starts the copies of the tile into a free slot, and does not wait for them.
+        """Starts the copies of the tile into a free slot, one for each part, and does not wait for them. The top of this file says which
+        part comes from where.
 
-        source      the pool of keys or of values, in global memory
+        pages       the arrays of KeyPages, of which page numbers and lengths are read
+        source      the pool of keys or of values, in global memory, as `pool_operand` made it
         last_page   `KeyPages.values` for values; None for keys
         target      [keys of a tile, D or E], the slot
         full        barrier of the slot, at which each copy arrives

@@ -102,7 +102,9 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     @property
     def may_overhang(self) -> bool:
-        """Whether a tile on which the programs are evaluated may reach past the last query or the last key."""
+        """Whether a tile on which the programs are evaluated may reach past the last query or the last key, in whole query tiles and key
+        tiles or blocks of the mask. Loads then clamp their indices.
+        """
         queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 

@@ -34,14 +34,18 @@ COPYING_WARP, PRODUCT_WARP = 0, 1
 def each_item(
     setup: ForwardSetup[Tcgen05ForwardTile], inputs: Inputs[Ref], run: Callable[[WorkItem, Scalar], None]
 ) -> Scalar:
-    """Calls `run` on each work item of this CTA that has visits; returns how many steps all have together.
+    """Calls `run` on each work item of this CTA that has visits; returns how many steps all have together. Both warps call it, and so go
+    through the same items in the same order.
 
-    run   (item, number of its first step, counted over the items of the CTA)
+    run   (item, number of its first step, counted over the items of the CTA) -> nothing
     """
     scheduler = setup.scheduler
 
     def one(turn: Scalar, first_step: Scalar) -> Scalar:
-        """Runs the item with this number in the CTA; the number of the first step of the next."""
+        """Runs item number `turn` of the CTA if it has visits; returns the number of the first step of the next item.
+
+        first_step   number of its first step, counted over the items of the CTA
+        """
         item = scheduler.item(inputs.mask_rows, scheduler.number(turn))
         when(item.total > 0)(lambda: run(item, first_step))
         return first_step + item.total
@@ -65,13 +69,15 @@ class IssuingWarps:
     scratch: Tcgen05ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies and issues the products of the work items of this CTA; nothing for one without visits."""
+        """Copies for the work items of this CTA in one warp and issues their products in another, side by side; nothing for an item without
+        visits. With two query tiles it lowers its register limit first.
+        """
         if self.setup.tile.groups > 1:
             plgpu.set_max_registers(self.setup.tile.issuing_registers, action="decrease")
 
         @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         def by_warp(warp: Scalar) -> None:
-            """Each warp its own loop."""
+            """Runs the loop of the copying or of the product warp, in one thread; the other warps do nothing."""
             with one_warp():
                 when(warp == COPYING_WARP)(self._copy_items)
                 when(warp == PRODUCT_WARP)(self._multiply_items)
@@ -79,7 +85,9 @@ class IssuingWarps:
     # ----------------------------------------------------------------- copies
 
     def _copy_items(self) -> None:
-        """Copies what every work item of the CTA reads."""
+        """In the copying warp: frees every slot once, copies what each work item of the CTA reads, and waits until all slots are free
+        again, because no arrival at a barrier may come after the end of the CTA.
+        """
         scratch, stages = self.scratch, self.setup.tile.stages
         if scratch.query_free is not None:
             plgpu.barrier_arrive(scratch.query_free.at[0])
@@ -95,7 +103,7 @@ class IssuingWarps:
             plgpu.barrier_wait(scratch.query_free.at[0])
 
     def _copy(self, item: WorkItem, first_step: Scalar) -> None:
-        """Copies the queries of the item, and keys and values of every step.
+        """In the copying warp: copies the queries of the item, and the keys and values of every step, each once its slot is free.
 
         first_step   number of its first step, counted over the items of the CTA
         """
@@ -113,7 +121,9 @@ class IssuingWarps:
         lax.fori_loop(i32(0), item.total, step, None)
 
     def _copy_queries(self, item: WorkItem) -> None:
-        """Begins to copy the queries of the CTA, each 16 rows to their lanes (sm100_tiles.py)."""
+        """Begins to copy the queries of the item's query tiles, each 16 rows to their lanes (sm100_tiles.py), and does not wait; the slot
+        must be free.
+        """
         plan, tile = self.setup.plan, self.setup.tile
         for group in range(tile.groups):
             for lane, row in copied_rows():
@@ -123,7 +133,7 @@ class IssuingWarps:
                 plgpu.copy_gmem_to_smem(source, target, self.scratch.query_full.at[group])
 
     def _copy_tile(self, item: WorkItem, n: Scalar, slot: Scalar, source: Ref, ring: Ref, full: Ref, free: Ref) -> None:
-        """Begins to copy the keys or values of step n, when their slot is free.
+        """Begins to copy the keys or values of step n of the item to `slot`, once the slot is free.
 
         source             the array in global memory
         ring, full, free   the slots in shared memory and their barriers
@@ -139,11 +149,13 @@ class IssuingWarps:
     # ----------------------------------------------------------------- products
 
     def _multiply_items(self) -> None:
-        """Issues the products of every work item of the CTA."""
+        """In the product warp: issues the products of every work item of the CTA that has visits."""
         each_item(self.setup, self.inputs, self._multiply)
 
     def _multiply(self, item: WorkItem, first_step: Scalar) -> None:
-        """Issues the products of every step of the item.
+        """In the product warp: issues the products of every step of the item, in the order at the top of this file. It waits for queries,
+        keys, values and P, and not for the products; tcgen05.commit frees slots, and announces S and the finished `out`, when they have
+        completed.
 
         first_step   number of its first step, counted over the items of the CTA
         """
@@ -175,7 +187,9 @@ class IssuingWarps:
             plgpu.tcgen05_commit_arrive(scratch.query_free.at[0])
 
     def _multiply_keys(self, slot: Scalar, group: int) -> None:
-        """Issues S = Q K^T of a query tile with the keys in a slot; `scores_full` gets an arrival when it has completed."""
+        """Issues S = Q K^T of query tile `group` with the keys in `slot` of their ring, both of which must have arrived; `scores_full` of
+        the tile gets an arrival when the product has completed.
+        """
         scratch, tile = self.scratch, self.setup.tile
         scores, _ = overlaid(scratch.scores_and_weights)
         queries = scratch.query.at[pl.ds(group * tile.rows, tile.rows)] if tile.groups > 1 else scratch.query
@@ -184,7 +198,9 @@ class IssuingWarps:
         plgpu.tcgen05_commit_arrive(scratch.scores_full.at[group])
 
     def _multiply_values(self, n: Scalar, slot: Scalar, group: int) -> None:
-        """Issues out += P V of step n of a query tile with the values in a slot; in step 0 out = P V."""
+        """Issues out += P V of step n of query tile `group` with the values in `slot` of their ring; in step 0 out = P V. P must be there
+        (`weights_full`), and the values must have arrived.
+        """
         scratch = self.scratch
         _, weights = overlaid(scratch.scores_and_weights)
         p = weights.at[group, :, pl.ds(0, self.setup.tile.block_kv)]

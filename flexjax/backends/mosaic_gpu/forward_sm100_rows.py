@@ -55,7 +55,7 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         scratch: Tcgen05ForwardScratch[Ref],
         turn: Scalar,
     ) -> "SoftmaxRows":
-        """The rows of this warpgroup in the work item with the number `turn` in this CTA."""
+        """The rows of this warpgroup in the work item that is number `turn` of this CTA, with the row vectors of the programs computed."""
         tile, group = setup.tile, lax.axis_index("wg")
         item = setup.scheduler.item(inputs.mask_rows, setup.scheduler.number(turn))
         q_start = item.q_tile * tile.block_q + group * tile.rows
@@ -81,7 +81,7 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
     # ----------------------------------------------------------------- the steps
 
     def _steps(self, state: State) -> State:
-        """Runs every step of an item that has some; returns the softmax state after it.
+        """Runs every step of an item that has some, the unmasked ones first; returns the softmax state after the last.
 
         state   before the first step
         """
@@ -95,9 +95,11 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         return state
 
     def _step(self, n: Scalar, carry: tuple[Scalar, State], phase: Phase) -> tuple[Scalar, State]:
-        """The softmax of step n: S from tensor memory, P to it, and the output rescaled.
+        """The softmax of step n: waits for S, takes it from tensor memory, writes P over it, rescales the output where a reference rose,
+        and announces P to the warp that issues products (`weights_full`).
 
         carry   (first key of step n, softmax state); (first key of step n + 1, state after the step) is returned
+        phase   which steps this is traced for
         """
         setup, scratch, group = self.setup, self.scratch, self.group
         start, state = carry
@@ -115,7 +117,11 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         return start, state
 
     def _rescale(self, rescale: Rescale) -> None:
-        """Multiplies the rows of the output by their factors, in tensor memory; in each warp alone, if only some warps call it."""
+        """Multiplies the rows of the output in tensor memory by their factors. A warp changes only its own rows, so warps without a risen
+        reference need not call it. P V of the step before must have completed.
+
+        rescale   that the softmax returned for this step
+        """
         for columns in self._columns():
             part = self.scratch.out.at[self.group, :, pl.ds(*columns)]
             out = load_tile(part, self.setup.interpret)
@@ -130,9 +136,11 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
     # ----------------------------------------------------------------- results
 
     def _write(self, divisor: jax.Array, position: Position) -> None:
-        """Writes the output, and, if wanted, what rounding took, to global memory; zeros for an item without visits.
+        """Writes the rows of the output that exist, and, if wanted, what rounding took, to global memory in the plan's dtype; zeros for an
+        item without visits. P V of the last step must have completed.
 
-        divisor   [rows], which the output is multiplied by
+        divisor    [rows], which the output is multiplied by
+        position   of the work item's query tile
         """
         plan, tile, interpret = self.setup.plan, self.setup.tile, self.setup.interpret
         whole = plan.q_len % plan.covered(tile.block_q, 1)[0] == 0
@@ -140,7 +148,7 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
         for columns in self._columns():
 
             def part(columns: tuple[int, int] = columns) -> jax.Array:
-                """These columns of the output, [rows, COLUMNS_AT_ONCE] float32, from tensor memory."""
+                """Columns (first, how many) of the output, [rows, how many] float32, from tensor memory, times the divisor."""
                 out = load_tile(self.scratch.out.at[self.group, :, pl.ds(*columns)], interpret)
                 return out * registers.broadcast_vector(divisor, "row", out.shape)
 

@@ -78,7 +78,7 @@ class Tcgen05ForwardTile:
 
     @property
     def fits(self) -> bool:
-        """Whether a CTA has room for it in shared and in tensor memory."""
+        """Whether a CTA has room for this configuration in shared memory and in tensor memory (TMEM_COLUMNS)."""
         scratch = forward_scratch(self)
         return fits(scratch) and tmem_columns(scratch) <= TMEM_COLUMNS
 

@@ -116,6 +116,7 @@ def launch(
     def on_refs(inputs: tuple, *results: Ref) -> None:
         """The function that `pl.kernel` calls on Refs: allocates the CTA's shared memory and calls the kernel.
 
+        inputs    Refs in the structure of `inputs` of `launch`
         results   Refs to the leaves of `outputs`, then to the tiles of a cluster that the simulator has in global memory
         """
         found, shared = results[: len(shapes)], iter(results[len(shapes) :])
