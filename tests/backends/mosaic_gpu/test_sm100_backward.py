@@ -15,6 +15,7 @@ from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm100_tiles
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import Gradients
 from flexjax.types import KernelOptions
+from tests.backends.mosaic_gpu import simulated_pairs
 from tests.cases.hopper_backward import BACKWARD, CAPTURED, PAIR_BIAS
 from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backward_problem, causal
 from tests.marks import some_slow
@@ -68,7 +69,7 @@ PAIRED = {
     "an odd number of key tiles, grouped heads": {
         "mask": causal, "block": (128, 256), "q_len": 300, "kv_len": 330, "heads": 2, "kv_heads": 1, "dim": 128, "sinks": True,
     },
-    "no mask": {"q_len": 200, "kv_len": 512, "heads": 1, "dim": 100, "value_dim": 128},
+    "rings go round": {"q_len": 520, "kv_len": 512, "heads": 1, "dim": 100, "value_dim": 128},
     "a number for each key": {
         "score": lambda c, s, b, h, q, k: s + c[0][h, k], "captured": (np.linspace(-1, 1, 660, dtype=np.float32).reshape(2, 330),),
         "q_len": 140, "kv_len": 330, "heads": 2, "dim": 128,
@@ -78,6 +79,16 @@ PAIRED = {
 
 @pytest.mark.parametrize("name", some_slow(tuple(PAIRED), ()))
 def test_pairs_of_ctas_own_neighbouring_key_tiles(name: str) -> None:
-    """Which tokens the CTAs of a pair own, visit and write. The simulator has no product of two CTAs: each has one of its own."""
+    """Which tokens the CTAs of a pair own, visit and write, in the simulator as it is: each CTA has products of its own."""
     made = backward_problem(**PAIRED[name])
     assert_gradients_close(gradients(made, pairs=True), made.expected, tolerance=8e-3)
+
+
+@pytest.mark.parametrize("name", some_slow(tuple(PAIRED), ()))
+def test_pairs_of_ctas_share_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The halves of operands and the barriers between CTAs, with the products of two CTAs that the simulator lacks added."""
+    counts = simulated_pairs.simulated(monkeypatch)
+    made = backward_problem(**PAIRED[name])
+    assert_gradients_close(gradients(made, pairs=True), made.expected, tolerance=8e-3)
+    assert counts["products"] > 0
+    assert counts["copies"] > 0
