@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flexjax.backends.mosaic_gpu import (
     backward_sm80_tiles,
     decode_sm80_tiles,
+    decode_tiles,
     forward_sm80_tiles,
     forward_sm100_tiles,
     sm100_support,
@@ -25,8 +26,8 @@ def refuses_mma(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, card:
     given      the same plan with the blocks of the user's block mask and its lengths
     card       the GPU of the call
 
-    Reasons: float32 inputs, head dims above WIDEST_CTA, a split that the decode kernel cannot run, and options or a
-    block mask that no tile of the forward or the backward kernels fits.
+    Reasons: float32 inputs, head dims above WIDEST_CTA, a split of a call of few queries that the decode kernel cannot run, and
+    options or a block mask that no tile of the forward or the backward kernels fits.
     """
     by_tcgen05 = sm100_support.asked_for(plan.options)
     kernels = f"The GPU kernels on {'tcgen05' if by_tcgen05 else 'mma.sync'}"
@@ -35,7 +36,7 @@ def refuses_mma(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, card:
     if ctas_of(plan) > 1:
         dims = f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}"
         return f"{kernels} take head dims up to {WIDEST_CTA}, not {dims}."
-    if plan.options.split is not None:
+    if plan.options.split is not None and given.q_len * given.group <= decode_tiles.ROWS:
         reason = decode_sm80_tiles.mma_decode_refuses(given, card)
         if reason is not None:
             asked = f"kernel_options.split={plan.options.split!r}"

@@ -105,9 +105,9 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
     "unknown": (Target("cuda", "some GPU"), {}, f"{KERNELS}; the compute capability of some GPU is not known."),
     "float32": (A100, {"dtype": "float32", **MMA}, "The GPU kernels on mma.sync take bfloat16 and float16 inputs, not float32."),
     "split": (
-        A100, {"split": 256, **MMA},
-        "The GPU kernels on mma.sync do not split the keys of this call (kernel_options.split=256): 8192 packed rows (queries times "
-        "query heads of a key head) are more than 64.",
+        A100, {"split": 256, "q_len": 4, "block_q": 64, **MMA},
+        "The GPU kernels on mma.sync do not split the keys of this call (kernel_options.split=256): block_q, block_kv "
+        "and num_stages are options of the other kernel.",
     ),
     "tile": (
         L40S, {"block_q": 192, "num_stages": 2, **MMA},
@@ -126,6 +126,13 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
 def test_what_is_refused(name: str) -> None:
     target, options, sentence = REFUSED[name]
     assert support.refuses(plan(**options), target, JAX) == sentence
+
+
+def test_a_split_does_not_apply_to_many_queries() -> None:
+    """A model passes the same options to its prefill, on every card."""
+    for target in (A100, B200, RTX, H200):
+        for split in ("auto", 256):
+            assert support.refuses(plan(split=split), target, JAX) is None
 
 
 PAGES = "The GPU kernel for keys in pages does not run this call: "
