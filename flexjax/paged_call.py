@@ -141,7 +141,8 @@ def paged_attention(
         k, v = flexjax.paged.gather(cache, table)
         flex_attention(query, k, v, origin=Origin(query="end"), query_seq_lengths=..., key_value_seq_lengths=table.lengths, ...)
 
-    but it reads only pages with keys that mask_mod shows, in proportion to the lengths, and page numbers past the length of a
+    but it reads only pages with keys that mask_mod shows, in proportion to the lengths (the GPU kernels for many queries gather all pages
+    of the table first where they cannot read them in place, see `flexjax.explain`), and page numbers past the length of a
     request may be anything. Quantised pages are multiplied by their scales before score_mod.
 
     The bits of a request depend on its own tokens, the mods, T (not with cu_q_lens) and the static options; not on the other

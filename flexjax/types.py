@@ -100,21 +100,21 @@ class KernelOptions:
     Options that were tuned for one backend are valid for all. xla takes the nearest tile that its loops can have. A kernel
     backend refuses a tile that it cannot run, in a sentence; the default dispatch then goes on to the next backend, and a
     call whose `implementation` names only that backend raises NotImplementedError. A backend that has no such option
-    ignores it.
+    ignores it, except `instruction`.
 
     block_q, block_kv          tile of the forward pass, in tokens. Under a block mask, a tile of xla is one mask block high and
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      split-KV on Hopper, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
+    split                      split-KV on a GPU, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
                                merged, so that few requests with long caches fill the GPU. It applies to forward passes whose
-                               rows, queries times query heads of a key head, are at most 64. "auto": a chunk by head dims and rows,
+                               rows, queries times query heads of a key head, are at most 64; others ignore it. "auto": a chunk by head dims and rows,
                                half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for others as
                                "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
                                otherwise keys are not split
-    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 12.x. "tcgen05": on 10.0 and
-                               10.3 the kernels that multiply by tcgen05, which no GPU has run yet, and mma.sync beside them. Other
-                               backends and GPUs refuse them. None: WGMMA on Hopper, mma.sync on the others
+    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 9.0, 10.0, 10.3
+                               and 12.x. "tcgen05": on 10.0 and 10.3 the kernels that multiply by tcgen05, which no GPU has run yet,
+                               and mma.sync beside them. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the others
     cta_pairs                  True: on tcgen05 two CTAs share each instruction of the dK/dV kernel where that is expected to be faster, at
                                head dims from 97 to 128; no GPU has run that yet. False: none do
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where

@@ -15,23 +15,25 @@ forward_sm80_tiles.py, decode_sm80_tiles.py and backward_sm80_tiles.py those of 
 describe_kernels.py has the choice as text.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
-    mma_decode_kernel        the same on mma.sync, chosen by the same rules
+    mma_decode_kernel(..)    the same on mma.sync of a card, chosen by the same rules
     many_in_pages(plan)      whether keys lie in pages and the forward kernel runs, because the queries are many
     reads_pages(plan)        whether it then reads the pages in place; else their keys are gathered
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
+    mma_backward_kernels(..) the tiles of the two kernels on mma.sync of a card
 
 Every rule for Hopper follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
 of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
 what is faster. NOTES_backward.md has the reasons, LOG_backward.md the measurements.
 
-The backward pass of one plan:
+The backward pass of one plan on Hopper, by the first line that fits:
 
+    not both dQ and one of dK, dV wanted                      the wanted one of two kernels
+    no tile of the fused kernel fits (`fused_tiles`)          two kernels
     float32                                                   two kernels
     a score_mod that reads an element for each (query, key)   two kernels: the fused kernel would read it transposed
     additions to dQ in any order (deterministic=False)        the fused kernel
     additions in a fixed order                                the fused kernel where `_ordered_dq_is_fast`, else two
-    no tile of the fused kernel fits (`fused_tiles`)          two kernels
 """
 
 import dataclasses
