@@ -1,8 +1,8 @@
 """Processes that run tasks one after the other, so that a kernel that hangs or that ends its process costs one task and no more.
 
 A task is a dict: `task`, the name of a function in first_hour_tasks.TASKS, and `arguments`, its keywords. An answer is the dict that the
-function returns, with `seconds_taken`; {"failed": why} where it raised, where its process died, or where it took too long; and
-{"unreached": why} where the time was up before it began.
+function returns, with `seconds_taken`; {"failed": why} where it raised, where its process died or could not start, or where it took too
+long; and {"unreached": why} where the time was up before it began.
 """
 
 import contextlib
@@ -147,7 +147,11 @@ def run_all(
                 if i is None:
                     return
                 left = until - time.time()
-                answer = worker.run(tasks[i], min(most_seconds, max(1.0, left)))
+                try:
+                    answer = worker.run(tasks[i], min(most_seconds, max(1.0, left)))
+                except Exception as error:  # a process that cannot start, or an answer that is no JSON
+                    answer = dict(failed=f"{type(error).__name__}: {error}")
+                    worker.close()
                 cut = "ended_after" in answer and left < most_seconds  # the run's time was up, not the task's
                 answers[i] = dict(unreached=f"{UNREACHED}: it was running") if cut else answer
                 say(f"{tasks[i]['task']} {' '.join(str(x) for x in tasks[i]['arguments'].values())}"[:100])

@@ -166,6 +166,13 @@ def test_processes_that_die_or_hang_cost_one_task(tmp_path, monkeypatch):
     assert late == [dict(unreached=first_hour_pool.UNREACHED)] * 5
 
 
+def test_a_process_that_cannot_start_is_a_failure(tmp_path, monkeypatch):
+    """The exception ended the thread, and its tasks counted as not reached, which is no failure."""
+    monkeypatch.setattr(first_hour_pool, "COMMAND", (str(tmp_path / "nothing"),))
+    answers = first_hour_pool.run_all([dict(task="a", arguments={})] * 2, 1, time.time() + 60, str(tmp_path))
+    assert [answer["failed"].split(":")[0] for answer in answers] == ["FileNotFoundError"] * 2
+
+
 def test_the_report_names_what_was_refused_wrong_and_failed():
     rows = [
         dict(name="a", dtype="bfloat16", by="flexjax", verdict="ok", ratio=0.3, notes=["attention runs on xla"]),
