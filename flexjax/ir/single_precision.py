@@ -5,7 +5,8 @@ that is precision which no score has room for, and no kernel computes it. `in_si
 
 It declines where a rounded operand could change the result by more than its own rounding: where float64 values are compared,
 rounded to integers, or reinterpreted as bits, where a literal is beyond the range of float32, and for steps that are whole jaxprs.
-Comparisons of a derivative alone do not count: they choose between branches that meet where the operands are equal.
+Comparisons of a derivative alone do not count: they choose between branches that meet where the operands are equal. It does not look for
+cancellation: a difference of two large numbers, or of two positions of 2^24 or more, keeps the rounding of both.
 """
 
 import itertools
