@@ -72,10 +72,11 @@ class ItemConsumer:
         ).at_rows(i32(0))
 
     def scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
-        """(scales of keys, scales of values) of a key tile of a quantised cache: float32 scalars, one for each of the
-        tile's parts or one for the whole tile. Scores are multiplied by the first, weights by the second. Both are empty
-        if the cache is not quantised.
+        """(scales of keys, scales of values) of a key tile of a quantised cache: two lists of float32 scalars, one for each of the tile's
+        parts or one for the whole tile. Scores are multiplied by the first, weights by the second. Both are empty if the cache is not
+        quantised.
 
+        item    whose batch entry and key head are read
         start   first key of the tile
         """
         if self.inputs.scales is None:

@@ -67,11 +67,11 @@ class Ops(typing.Protocol):
         ...
 
     def bits_or(self, x: Word, y: Word) -> Word:
-        """The bits of either."""
+        """The bits that x or y has."""
         ...
 
     def bits_xor(self, x: Word, y: Word | int) -> Word:
-        """The bits that differ."""
+        """The bits that one of x and y has and the other has not."""
         ...
 
     def permuted(self, x: Word, y: Word | int, selector: int) -> Word:
@@ -126,7 +126,7 @@ class Ops(typing.Protocol):
         ...
 
     def larger(self, x: Word, y: Word) -> Word:
-        """The larger of two float32; NaN if one is."""
+        """The larger of x and y, float32; NaN if one is."""
         ...
 
     def zero_if_hidden(self, x: Word) -> Word:
@@ -145,11 +145,13 @@ APART = (0, 2, 1, 3)
 def widened(
     ops: Ops, word: Word, stored: str, dtype: str, order: tuple[int, int, int, int] = IN_ORDER
 ) -> tuple[Word, Word]:
-    """The four numbers in the bytes of `word` as two words of two 16-bit numbers each; decode_sm90_widen.py says how.
+    """The four numbers in the bytes of `word` as two words of two numbers each of the 16-bit `dtype`; decode_sm90_widen.py says how. No
+    number is rounded.
 
     stored   "int8" or "float8_e4m3fn"
-    order    the bytes in the order of the result. APART is for whom it does not matter: float8 in every second byte needs no
-             instruction that moves bytes
+    order    which byte (0 the lowest) each number of the result is, from the lower half of the first word to the upper half of the second.
+             int8 takes any order, float8 IN_ORDER and APART; APART is for callers to whom the order does not matter, because float8 in
+             every second byte needs no instruction that moves bytes
     """
     if stored == "int8":
         selectors = [0x4040 | second << 8 | first for first, second in (order[:2], order[2:])]
@@ -377,7 +379,9 @@ def add_values(
 
 
 def column_sums(ops: Ops, total: dict[tuple[int, int], Word]) -> dict[int, Word]:
-    """column -> the sum over the keys of a warp, from the sums of its threads (rows 0 and 8)."""
+    """column (as the first thread has it) -> the sum of `total`, of `softmax`, over all keys of the warp; all lanes of a column get it.
+    Every lane takes part in the exchange.
+    """
     found = {}
     for column in sorted({c for _, c in total}):
         value = ops.sum(total[0, column], total[8, column])

@@ -80,7 +80,7 @@ class MmaDecodeConsumer(ItemConsumer):
         items, work = self.setup.items, self.inputs.work
 
         def compute_item(turn: Scalar, _: None) -> None:
-            """Computes one work item."""
+            """Computes the work item that is number `turn` of this CTA; the loop carries nothing."""
             self.compute_item(items.item(work, turn))
 
         lax.fori_loop(i32(0), items.turns(work), compute_item, None)
@@ -188,7 +188,8 @@ class MmaDecodeConsumer(ItemConsumer):
         return tiles
 
     def next_values(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the keys of step n, then begins to copy the values of step n + stages - 1 into the slot that step n - 1 has read.
+        """Waits for the keys of step n of the item, then begins to copy the values of its step n + stages - 1 into the slot that step n - 1
+        has read.
 
         tiles   of step n and the next `stages`
         """
@@ -196,8 +197,8 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages - 1, tiles[-2], "value")
 
     def next_keys(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the values of step n, then begins to copy the keys of step n + stages into the slot that step n has read. Called after
-        S of step n is computed.
+        """Waits for the values of step n of the item, then begins to copy the keys of its step n + stages into the slot that step n has
+        read. Called after S of step n is computed.
 
         tiles   of step n and the next `stages`
         """

@@ -79,7 +79,7 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecodeScratch:
-    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+    """The shared memory of a CTA with the configuration `tile`, in the descriptions that `kernel_parts.launch` takes.
 
     dtype   of the products, two bytes
     """
@@ -121,7 +121,7 @@ def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
 
 
 def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
-    """The configuration that runs a plan that `mma_decode_refuses` does not refuse."""
+    """The configuration that runs a plan on a card, the first of `_candidates`. `mma_decode_refuses` must have answered None for both."""
     return _candidates(plan, card)[0]
 
 

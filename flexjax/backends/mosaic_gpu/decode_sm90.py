@@ -86,8 +86,8 @@ def prepared(
 
 
 def partial_results(setup: DecodeSetup, like: jax.Array) -> DecodeOutputs[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of the partial results of the chunks (`DecodeOutputs`), which the kernel writes. Inside shard_map they vary
-    over the mesh axes of the array `like`.
+    """The shapes and dtypes of the partial results of the chunks (`DecodeOutputs`), which a kernel with this setup writes. Inside shard_map
+    they vary over the mesh axes of the array `like`.
     """
     plan, tile = setup.plan, setup.tile
     shape = (plan.batch, plan.kv_heads, setup.items.chunks)
@@ -118,8 +118,8 @@ def merged(
 
 
 def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
-    """(how many queries, how many keys of each batch entry exist), int32 [B] each; None: all exist. A batch entry
-    without queries is given 0 keys, so that none of its keys are read.
+    """(how many queries, how many keys of each batch entry exist) by the lengths of the call, int32 [B] each; None: all exist. A batch
+    entry without queries is given 0 keys, so that none of its keys are read.
     """
     if operands.lengths is None:
         return None, None
@@ -130,8 +130,9 @@ def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, ja
 
 
 def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> DecodeSetup:
-    """What is known of the kernel before it is traced, with the programs for packed rows. Of the operands only shapes
-    matter, and which of them are None.
+    """What is known of the kernel with the configuration `tile` before it is traced, with the programs for packed rows. Of the operands
+    only shapes matter, and which of them are None. The plan of the setup has no block mask if its mask shows every query one run of keys
+    (`has_interval`).
     """
     lengths, interval = (plan.batch, plan.kv_len), has_interval(plan)
     fold = lambda program: (

@@ -53,7 +53,10 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         start = full(0.0, WARPS * tile.value_dim), WarpSoftmax(full(-math.inf, 64), full(0.0, 64))
 
         def step(n: Scalar, carry: tuple[jax.Array, WarpSoftmax]) -> tuple[jax.Array, WarpSoftmax]:
-            """Step number n of this warpgroup: every second one of the item."""
+            """Step number n of this warpgroup, which is step 2 n + group of the item.
+
+            carry   (O^T, state of each warp's softmax) before it; the same after it is returned
+            """
             return self._byte_step(item, programs, read() if held is None else held, 2 * n + group, first_step, *carry)
 
         out, state = lax.fori_loop(i32(0), lax.div(item.total + 1 - group, i32(2)), step, start)

@@ -74,7 +74,7 @@ class MlirOps:
         return arith.muli(x, self.const(factor))
 
     def shift_right(self, x: ir.Value, bits: int) -> ir.Value:
-        """x shifted, with zeros from the left."""
+        """x shifted to the right by `bits` bits, with zeros from the left."""
         return arith.shrui(x, self.const(bits))
 
     def bits_and(self, x: ir.Value, mask: int) -> ir.Value:
@@ -82,11 +82,11 @@ class MlirOps:
         return arith.andi(x, self.const(mask))
 
     def bits_or(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The bits of either."""
+        """The bits that x or y has."""
         return arith.ori(x, y)
 
     def bits_xor(self, x: ir.Value, y: ir.Value | int) -> ir.Value:
-        """The bits that differ."""
+        """The bits that one of x and y has and the other has not."""
         return arith.xori(x, self._word(y))
 
     def permuted(self, x: ir.Value, y: ir.Value | int, selector: int) -> ir.Value:
@@ -155,7 +155,7 @@ class MlirOps:
         return arith.subf(x, y)
 
     def larger(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The larger of two f32; NaN if one is."""
+        """The larger of x and y, f32; NaN if one is."""
         return arith.maximumf(x, y)
 
     def zero_if_hidden(self, x: ir.Value) -> ir.Value:
@@ -193,7 +193,7 @@ def _array(elements: Elements, shape: tuple[int, int], signed: bool | None = Non
 
 
 def _struct(shape: tuple[int, int], dtype: typing.Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
-    """The type of a result of `inline_mgpu`: an array of `shape` in the layout TILE."""
+    """The type of a result of `inline_mgpu`: an array of `shape` and `dtype` in the layout TILE."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=TILE)
 
 
@@ -201,13 +201,15 @@ def _struct(shape: tuple[int, int], dtype: typing.Any = jnp.float32) -> plgpu.Sh
 
 
 def _to_rows(x: jax.Array) -> jax.Array:
-    """O^T of all warps, [WARPS, value_dim, columns], in the order of its rows in registers: [4 * value_dim, columns]."""
+    """x, O^T of all warps, [WARPS, value_dim, columns], as [4 * value_dim, columns] in the order of the rows of `add_byte_values`; for the
+    simulator.
+    """
     parts = x.reshape(WARPS, -1, 8, 8, 2, x.shape[2])  # warp, piece, g, step, half
     return parts.transpose(1, 3, 0, 4, 2, 5).reshape(-1, x.shape[2])
 
 
 def _from_rows(x: jax.Array) -> jax.Array:
-    """The inverse of `_to_rows`."""
+    """The inverse of `_to_rows`: [4 * value_dim, columns] as [WARPS, value_dim, columns], dims in order."""
     parts = x.reshape(-1, 8, WARPS, 2, 8, x.shape[1])  # piece, step, warp, half, g
     return parts.transpose(2, 0, 4, 1, 3, 5).reshape(WARPS, -1, x.shape[1])
 
@@ -378,8 +380,11 @@ def write_partials(
 
     @inline_mgpu(plgpu.RefType(), plgpu.RefType(), TILE, TILE, TILE, SCALAR_LAYOUT)
     def write(memory: ir.Value, numbers: ir.Value, *given: mgpu.FragmentedArray) -> None:
-        """Stores the elements of a thread: sixteen neighbouring dims of the columns that exist, and in lanes with g = 0 the
-        numbers of its columns.
+        """Stores the elements of one thread: sixteen neighbouring dims of the columns that exist, and in lanes with g = 0 the references
+        and sums of its columns.
+
+        memory, numbers   memrefs of `target` and `stats`
+        given             its elements of `out`, references and sums, and the number of the warpgroup
         """
         ops = MlirOps()
         sums, top, total = map(_elements, given[:3])
@@ -429,7 +434,12 @@ def write_merged(partial: Ref, stats: Ref, out: Ref, out_stats: Ref, large_score
 
     @inline_mgpu(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.RefType())
     def merge(sums: ir.Value, numbers: ir.Value, result: ir.Value, result_stats: ir.Value) -> None:
-        """Each thread merges four neighbouring dims of a row at a time."""
+        """Merges and stores one thread's share: four neighbouring dims of a row at a time, and the statistics of the rows whose first dims
+        it has.
+
+        sums, numbers          memrefs of `partial` and `stats`
+        result, result_stats   memrefs of `out` and `out_stats`
+        """
         ops = MlirOps()
         unit = _unit(ops, large_scores)
         for first in range(0, rows * value_dim, 4 * THREADS):
@@ -465,7 +475,9 @@ def write_merged(partial: Ref, stats: Ref, out: Ref, out_stats: Ref, large_score
 
 
 def _unit(ops: MlirOps, large_scores: bool) -> ir.Value | None:
-    """What differences of references are multiplied by to give powers of two; None: 1."""
+    """What differences of references are multiplied by to give powers of two: log2(e) as an f32 with `large_scores`, where references are
+    scores; else None, for 1.
+    """
     return mgpu.c(LOG2E, ops.f32) if large_scores else None
 
 
@@ -486,7 +498,7 @@ def _place(ops: MlirOps, memory: ir.Value, number: ir.Value) -> ir.Value:
 
 
 def _store(ops: MlirOps, memory: ir.Value, number: ir.Value, values: list[ir.Value]) -> None:
-    """Writes one float32, or four neighbouring ones whose first `number` is a multiple of 4, to an array.
+    """Writes `values`, one float32 or four neighbouring ones, to an array; the first of four has a `number` that is a multiple of 4.
 
     memory, number   as for `_place`, of the first
     """
@@ -500,7 +512,7 @@ def _store(ops: MlirOps, memory: ir.Value, number: ir.Value, values: list[ir.Val
 
 
 def _load(ops: MlirOps, memory: ir.Value, number: ir.Value, count: int) -> list[ir.Value]:
-    """Reads `count` neighbouring float32 of an array: one, or four whose first `number` is a multiple of 4.
+    """Reads `count` neighbouring float32 of an array: one, or four of which the first has a `number` that is a multiple of 4.
 
     memory, number   as for `_place`, of the first
     """

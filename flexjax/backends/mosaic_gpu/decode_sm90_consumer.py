@@ -83,7 +83,11 @@ class DecodeConsumer(ItemConsumer):
             plgpu.barrier_arrive(scratch.other_free)
 
         def compute_item(turn: Scalar, first_step: Scalar) -> Scalar:
-            """Computes this warpgroup's share of one work item; returns the number of the next item's first step."""
+            """Computes this warpgroup's share of one work item; returns the number of the next item's first step.
+
+            turn         number of the item in this CTA
+            first_step   number of its first step, counted over the items of this CTA
+            """
             item = items.item(self.inputs.work, turn)
             self._compute_item(item, turn, first_step, group)
             return items.next_step(first_step, item)
@@ -109,7 +113,10 @@ class DecodeConsumer(ItemConsumer):
         out = plgpu.layout_cast(jnp.zeros((ROWS, tile.value_dim), jnp.float32), registers.TILE)
 
         def step(n: Scalar, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-            """Step number n of this warpgroup: every second one of the item."""
+            """Step number n of this warpgroup, which is step 2 n + group of the item.
+
+            carry   (out, softmax state) before it; the same after it is returned
+            """
             return self._step(item, programs, scratch.query.at[slot], 2 * n + group, first_step, *carry)
 
         steps = lax.div(item.total + 1 - group, i32(2))
@@ -225,7 +232,7 @@ class DecodeConsumer(ItemConsumer):
         return copy
 
     def _copy(self, wide: Ref | None) -> Ref:
-        """This warpgroup's part, [block_kv, dim], of `wide_key` or `wide_value`, which must not be None."""
+        """This warpgroup's part, [block_kv, dim], of `wide`, which is `wide_key` or `wide_value` and not None."""
         assert wide is not None
         return wide.at[lax.axis_index("wg")]
 
@@ -259,8 +266,8 @@ class DecodeConsumer(ItemConsumer):
         plgpu.barrier_arrive(scratch.other_full)
 
     def _write(self, item: DecodeItem, own: Partial) -> None:
-        """In the first warpgroup: waits for the sums of the second, adds them to its own (`own`), and writes the partial
-        result of the chunk to `outputs`.
+        """In the first warpgroup: waits for the sums of the second, adds them to its own (`own`), and writes the partial result of the
+        item's chunk to `outputs`. As soon as it has read the sums, it lets the second overwrite them (`other_free`).
         """
         scratch, tile, interpret, softmax = self.scratch, self.setup.tile, self.setup.interpret, self.setup.softmax
         plgpu.barrier_wait(scratch.other_full)

@@ -117,7 +117,9 @@ def store_row_vector(target: Ref, vector: jax.Array, rows: int, interpret: bool)
 
     @inline_mgpu(plgpu.RefType(), ROW)
     def store(memory: ir.Value, values: mgpu.FragmentedArray) -> None:
-        """Stores the registers of one thread; the four threads of a row store the same number."""
+        """Stores the registers of one thread, `values`, to the rows of `memory` that exist; the four threads of a row store the same
+        number.
+        """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
         positions = positions_of(lowered(ROW), values.shape)

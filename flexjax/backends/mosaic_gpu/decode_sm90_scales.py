@@ -27,13 +27,15 @@ from flexjax.plan.kernel_plan import Operands
 def scale_operands(
     setup: DecodeSetup, operands: Operands, lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array] | None:
-    """(scales of keys, scales of values) as the kernel reads them: float32 [M] where all pages share them, otherwise
-    [B, pages of a batch entry, M]; None if the cache is not quantised.
+    """(scales of keys, scales of values) as the kernel reads them: float32 [M] where all pages share them, otherwise [B, pages of a batch
+    entry, M]; None if the cache is not quantised.
 
-    lengths   [B] int32, keys of each batch entry; None: all exist
+    setup      what is known of the kernel, of which the page size and the number of pages are read
+    operands   of the call, of which scales and page table are read
+    lengths    [B] int32, keys of each batch entry; None: all exist
 
-    Scales of pages past the length, and of page numbers that are not in the cache, are 0, because the scale of an unused
-    page may be NaN, and 0 times NaN is NaN.
+    Scales of pages past the length, and of page numbers that are not in the cache, are 0, because the scale of an unused page may be NaN,
+    and 0 times NaN is NaN.
     """
     if operands.scales is None or operands.pages is None:
         return None
@@ -55,10 +57,12 @@ def scale_operands(
 
 
 def scales_of_tile(setup: DecodeSetup, scale: Ref, item: DecodeItem, start: Scalar) -> list[Scalar]:
-    """The scales of a key tile, float32 scalars read inside the kernel: one for each part of `page_rows` keys, or a
-    single one where all pages share their scales.
+    """The scales of a key tile, float32 scalars read inside the kernel: one for each part of `page_rows` keys, or a single one where all
+    pages share their scales.
 
+    setup   whose page and tile sizes are read
     scale   of keys or of values, as `scale_operands` gives it
+    item    whose batch entry and key head are read
     start   first key of the tile, a multiple of the keys of a part
     """
     if len(scale.shape) == 1:

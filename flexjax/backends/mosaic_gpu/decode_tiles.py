@@ -170,14 +170,14 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
-    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+    """The shared memory of a CTA with the configuration `tile`, in the descriptions that `kernel_parts.launch` takes.
 
     dtype   name of the 16-bit dtype of the products
     """
     narrow, warps = tile.stored is not None, 4 * tile.groups
 
     def tiles(count: int, dim: int) -> SwizzledTiles:
-        """`count` key tiles as WGMMA reads them."""
+        """`count` key tiles of `dim` features in the 16-bit dtype, as WGMMA reads them."""
         return SwizzledTiles((count, tile.block_kv, dim), dtype)
 
     def ring(dim: int) -> SwizzledTiles | PlainArray:
@@ -210,7 +210,7 @@ def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
 
 
 def decode_fits(tile: DecodeTile) -> bool:
-    """Whether a CTA has room in shared memory for this configuration."""
+    """Whether a CTA has room in shared memory for the configuration `tile`, with BARRIER_BYTES kept free."""
     return scratch_bytes(decode_scratch(tile)) + BARRIER_BYTES <= SHARED_MEMORY
 
 

@@ -89,7 +89,9 @@ def _work_items(plan: KernelPlan, decode: decode_tiles.DecodeTile) -> str:
 
 
 def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Card) -> str:
-    """The rings of a kernel on mma.sync and how many of its CTAs an SM holds, as text: "2 stages, two CTAs on an SM"."""
+    """The slots of the rings of a kernel on mma.sync, and how many of its CTAs an SM of the card holds, as text: "2 stages, two CTAs on an
+    SM".
+    """
     ctas = tile.resident_ctas(card)
     fits = {1: "one CTA", 2: "two CTAs"}.get(ctas, f"{ctas} CTAs")
     return f"{tile.stages} {'stage' if tile.stages == 1 else 'stages'}, {fits} on an SM"

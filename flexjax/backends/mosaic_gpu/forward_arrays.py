@@ -56,8 +56,8 @@ def inputs_of(
 
 
 def outputs_for(setup: ForwardSetup[AnyTile], query: jax.Array) -> Outputs[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what a kernel writes, for `kernel_parts.launch`: out (and `rounding`) with the queries and
-    heads of `query`, the padded queries, and the value columns of the tile, in the plan's dtype; lse (and row maxima)
+    """Shapes and dtypes of what a kernel with this setup writes, for `kernel_parts.launch`: out (and `rounding`) with the queries and heads
+    of `query`, the padded queries, and the value columns of the tile (of all CTAs of a cluster), in the plan's dtype; lse (and row maxima)
     [B, N, rows of whole query tiles] float32. What the plan does not want is None.
     """
     plan, tile = setup.plan, setup.tile

@@ -430,7 +430,8 @@ class QueryTile(QueryRows[ForwardTile]):
     def _softmax_with_staged(
         self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """`softmax` of step n, with the same arguments and result; before it, waits for the step's tile of the staged
+        """`softmax` of step n, with the same arguments and result (P, rescaling, state): `s` is Q K^T, `step_tile` the key tile of the
+        step, `phase` which steps this is traced for, `state` that before the step. Before it, waits for the step's tile of the staged
         array, reads the tile to registers and releases its slot. Nothing is waited for if no array is staged.
         """
         if step_tile.programs.score is not None:

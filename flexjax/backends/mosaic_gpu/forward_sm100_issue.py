@@ -113,7 +113,7 @@ class IssuingWarps:
         self._copy_queries(item)
 
         def step(n: Scalar, _: None) -> None:
-            """Begins the copies of step n, when their slots are free."""
+            """Begins the copies of the keys and values of step n, each once its slot is free; the loop carries nothing."""
             slot = slot_of(first_step + n, self.setup.tile.stages)
             self._copy_tile(item, n, slot, self.inputs.key, scratch.key, scratch.key_full, scratch.key_free)
             self._copy_tile(item, n, slot, self.inputs.value, scratch.value, scratch.value_full, scratch.value_free)
@@ -169,7 +169,7 @@ class IssuingWarps:
         plgpu.tcgen05_commit_arrive(scratch.key_free.at[first])
 
         def step(n: Scalar, _: None) -> None:
-            """P V of step n and S of step n + 1 of every query tile."""
+            """Issues P V of step n and S of step n + 1, if the item has it, of every query tile; the loop carries nothing."""
             more = n + 1 < item.total
             slot, next_slot = slot_of(first_step + n, stages), slot_of(first_step + n + 1, stages)
             plgpu.barrier_wait(scratch.value_full.at[slot])

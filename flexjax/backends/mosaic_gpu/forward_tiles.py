@@ -388,8 +388,8 @@ def _staged_dtype(plan: KernelPlan) -> str | None:
 
 
 def _with_staged_slots(tile: ForwardTile, staged_dtype: str | None) -> list[ForwardTile]:
-    """The configuration with as many staged slots (2 or 1) as fit, then the one with none; only those that fit, perhaps
-    neither. Without an array to stage (`staged_dtype` None) the configuration itself, if it fits.
+    """The configurations that fit among `tile` with 2 or 1 staged slots, as many as fit, and then `tile` with none; perhaps neither.
+    Without an array to stage (`staged_dtype` None) `tile` itself, if it fits.
     """
     if staged_dtype is None:
         return [tile] if tile.fits else []

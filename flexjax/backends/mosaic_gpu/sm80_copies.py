@@ -163,7 +163,11 @@ def _copy_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> None:
     step = WARPGROUP // chunks  # rows that the warpgroup copies at once, a multiple of 8
 
     def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
-        """Emits the copies of one thread: one chunk of every `step`-th row, in each piece of `swizzle` bytes of a row."""
+        """Emits the copies of one thread: one chunk of every `step`-th row, in each piece of `swizzle` bytes of a row.
+
+        source, target   memrefs of this warpgroup's rows in global and in shared memory
+        limit            how many rows exist, where that is given
+        """
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda n: mgpu.c(n, i32)
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
@@ -224,7 +228,11 @@ def _copy_plain_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> Non
     chunks = target.shape[1] * item // CHUNK  # of a row
 
     def copy(source: ir.Value, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
-        """Emits the copies of one thread: every WARPGROUP-th chunk."""
+        """Emits the copies of one thread: every WARPGROUP-th chunk.
+
+        source, target   memrefs of this warpgroup's rows in global and in shared memory
+        limit            how many rows exist, where that is given
+        """
         i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
         constant = lambda n: mgpu.c(n, i32)
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
@@ -267,7 +275,7 @@ def _clear_by_threads(target: Ref, rows: Scalar) -> None:
 
     @inline_mgpu(plgpu.RefType(swizzled(width, 2)), SCALAR_LAYOUT)
     def clear(target: ir.Value, limit: mgpu.FragmentedArray) -> None:
-        """Emits the stores of one thread: chunk n of the memory belongs to row n / chunks of a piece, 8 rows a piece."""
+        """Emits the stores of one thread: every WARPGROUP-th chunk of `target`, a memref, that belongs to a row from number `limit` on."""
         i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
         constant = lambda n: mgpu.c(n, i32)
         vector = ir.VectorType.get((4,), i32)

@@ -112,7 +112,7 @@ def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: boo
 
 
 def _swizzled(ref: Ref) -> plgpu.RefType:
-    """The type of an argument of `inline_mgpu` that is SwizzledTiles of 16-bit elements."""
+    """The type by which `inline_mgpu` takes `ref`, which is SwizzledTiles of 16-bit elements."""
     return plgpu.RefType(swizzled(ref.shape[-1], 2))
 
 

@@ -135,10 +135,10 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 
 def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the kernels of a pass visit; (0, 0) for a plan without a block mask.
+    """(queries, keys) of the mask blocks that the kernels of a pass (`backward` or forward) visit; (0, 0) for a plan without a block mask.
 
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the kernels on
-    tcgen05 take larger ones.
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the kernels on tcgen05
+    may take others (`sm100_support.visited_blocks`).
     """
     if plan.blocks is None:
         return 0, 0

@@ -297,12 +297,12 @@ def _convert(x: Value, old: str, new: str) -> Value:
 
 
 def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
-    """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31: then 0, or for
-    "shift_right_arithmetic" the sign in every bit.
+    """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31: then 0, or for "shift_right_arithmetic"
+    the sign in every bit.
 
     name       "shift_left", "shift_right_logical" or "shift_right_arithmetic"
     a, n       int32 or uint32, of one shape
-    constant   whether n is a literal, which is within 0 .. 31
+    constant   whether n is a literal; it must then be within 0 .. 31, because n is not compared with 32
     """
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
         name, lax.shift_right_arithmetic

@@ -671,9 +671,9 @@ class TileProgram:
 
 
 def reads_pairs(load: ir.Load, row_axis: str, length: int) -> bool:
-    """Whether columns 2 n and 2 n + 1 of every tile whose first column is even read neighbouring elements of the array, the first at an
-    even place: the last index is the number of the column plus an even number, no other index depends on it, and rows of the array have
-    an even length.
+    """Whether columns 2 n and 2 n + 1 of every tile whose first column is even read neighbouring elements of the array of `load`, the first
+    at an even place, so that one load instruction can read both: the last index is the number of the column plus an even number, no other
+    index depends on it, and rows of the array have an even length.
 
     row_axis   "q" or "kv": what the rows of a tile are
     length     of the array's last dimension
