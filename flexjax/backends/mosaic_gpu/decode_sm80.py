@@ -29,7 +29,9 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
     copies = Copies(tile.copying, tile.groups, setup.interpret, None)
 
     def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: MmaDecodeScratch[Ref]) -> None:
-        """The decode kernel, in the only warpgroup of a CTA."""
+        """The decode kernel, in the only warpgroup of a CTA: computes every work item of the CTA from `inputs`, and writes the partial
+        results to `outputs`.
+        """
         consumer = MmaByteConsumer if tile.transposed else MmaDecodeConsumer
         consumer(setup, inputs, outputs, tile, scratch, copies).run()
 

@@ -76,7 +76,7 @@ class MmaDecodeConsumer(ItemConsumer):
     copies: Copies
 
     def run(self) -> None:
-        """Computes every work item of the CTA."""
+        """Computes the work items of this CTA one after the other, and writes their partial results."""
         items, work = self.setup.items, self.inputs.work
 
         def compute_item(turn: Scalar, _: None) -> None:
@@ -206,7 +206,9 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages, tiles[-1], "key")
 
     def _meet(self, full: Ref | None, n: Scalar) -> None:
-        """Waits until the tile of step n has arrived, for all threads, and all have read the tile before it in that ring.
+        """Waits until the tile of step n has arrived in a ring, for all threads, and all have read the tile before it in that ring, whose
+        slot may then be overwritten. Called at the two places of a step that the top of this file names, and nowhere else, because groups
+        of cp.async are counted.
 
         full   the barriers of the ring; None with cp.async
         """
@@ -246,7 +248,7 @@ class MmaDecodeConsumer(ItemConsumer):
         }[ring]
 
         def begin() -> None:
-            """Begins the copy of a step that there is."""
+            """Begins the copy of the tile of step n, which the item has, to its slot of the ring."""
             slot = slot_of(n, self.tile.stages)
             arrived = None if full is None else full.at[slot]
             self._copy_tile(source, target.at[slot], arrived, item, tile)
@@ -256,7 +258,9 @@ class MmaDecodeConsumer(ItemConsumer):
 
     @property
     def _plain(self) -> bool:
-        """Whether slots of keys and values are bytes in row-major order."""
+        """Whether slots of keys and values are bytes in row-major order (PlainArray): for a quantised cache, unless the tile is
+        `transposed`.
+        """
         return self.tile.stored is not None and not self.tile.transposed
 
     def _copy_tile(self, source: Ref, target: Ref, arrived: Ref | None, item: DecodeItem, tile: KeyTile) -> None:

@@ -41,12 +41,16 @@ class MmaDecodeTile(DecodeTile):
 
     @property
     def copy_rows(self) -> int:
-        """Lengths of keys and values in memory are multiples of this many rows; cp.async reads arrays of any length."""
+        """Lengths of keys and values in memory are multiples of this many rows: COPY_ROWS with TMA, 1 with cp.async, which reads arrays of
+        any length.
+        """
         return COPY_ROWS if self.copying == "tma" else 1
 
     @property
     def stored_rows(self) -> int:
-        """Packed rows of each head in global memory: those that threads read, or those that exist."""
+        """Packed rows of each key head in global memory: `columns` where the tile is `transposed`, whose threads read all of these; else as
+        in DecodeTile.
+        """
         return self.columns if self.transposed else super().stored_rows
 
     def resident_ctas(self, card: Card) -> int:
@@ -88,7 +92,9 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
     widens = tile.stored is not None and not straight
 
     def slots(dim: int) -> SwizzledTiles | PlainArray:
-        """A ring of tiles with `dim` features."""
+        """A ring of key or value tiles with `dim` features: bytes for a quantised cache, in row-major order or, where the tile is
+        `transposed`, swizzled; else SwizzledTiles of `dtype`.
+        """
         shape = (tile.stages, tile.block_kv, dim)
         return PlainArray(shape, "int8") if widens else SwizzledTiles(shape, "int8" if straight else dtype)
 
@@ -110,8 +116,9 @@ def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecod
 
 
 def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
-    """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can. Whether it would be faster than the
-    forward kernel is not considered.
+    """Why the decode kernel on mma.sync cannot run a plan on a card, in a sentence; None where it can: the reasons of
+    `decode_tiles.refuses_call`, and tiles that do not fit the card's shared memory. Whether the kernel would be faster than the forward
+    kernel is not considered.
     """
     reason = decode_tiles.refuses_call(plan)
     if reason is None and not _candidates(plan, card):

@@ -63,7 +63,7 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         self._release(scratch.query_free.at[slot])
 
         def put() -> None:
-            """Writes the sums of this warpgroup's warps to shared memory."""
+            """Writes the sums of this warpgroup's warps to `scratch.other` and `scratch.other_stats` (`write_partials`)."""
             decode_sm90_bytes.write_partials(
                 scratch.other, scratch.other_stats, out, state, tile.used_rows, group, interpret
             )

@@ -66,11 +66,11 @@ class MlirOps:
         return mgpu_utils.inline_ptx(text, *operands, result_types=result or self.i32)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
 
     def add(self, x: ir.Value, y: ir.Value | int) -> ir.Value:
-        """x + y."""
+        """x + y, i32."""
         return arith.addi(x, self._word(y))
 
     def times(self, x: ir.Value, factor: int) -> ir.Value:
-        """x * factor."""
+        """x * factor, i32."""
         return arith.muli(x, self.const(factor))
 
     def shift_right(self, x: ir.Value, bits: int) -> ir.Value:
@@ -143,15 +143,15 @@ class MlirOps:
         return mgpu_utils.shfl_bfly(x, distance)
 
     def sum(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """x + y."""
+        """x + y, f32."""
         return arith.addf(x, y)
 
     def product(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """x * y."""
+        """x * y, f32."""
         return arith.mulf(x, y)
 
     def difference(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """x - y."""
+        """x - y, f32."""
         return arith.subf(x, y)
 
     def larger(self, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -159,12 +159,12 @@ class MlirOps:
         return arith.maximumf(x, y)
 
     def zero_if_hidden(self, x: ir.Value) -> ir.Value:
-        """x, or 0 where it is -inf."""
+        """x, an f32, or 0 where it is -inf."""
         hidden = arith.cmpf(arith.CmpFPredicate.OEQ, x, mgpu.c(float("-inf"), self.f32))
         return arith.select(hidden, mgpu.c(0.0, self.f32), x)
 
     def power(self, x: ir.Value) -> ir.Value:
-        """2^x."""
+        """2^x of an f32, by the `ex2` instruction; 0 for -inf."""
         return exp2_by_instruction(x)
 
 
@@ -482,7 +482,7 @@ def _unit(ops: MlirOps, large_scores: bool) -> ir.Value | None:
 
 
 def _only_if(condition: ir.Value) -> typing.Any:
-    """A context whose operations run only where the condition holds."""
+    """A context: what is emitted in it runs only in threads where the i1 `condition` is true."""
     return mgpu_utils.when(condition)
 
 

@@ -292,5 +292,5 @@ class DecodeConsumer(ItemConsumer):
             decode_sm90_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows, interpret)
 
     def _read(self, vector: Ref) -> jax.Array:
-        """A row vector from shared memory, [ROWS] float32."""
+        """The row vector, [ROWS] float32, that `vector` refers to in shared memory, in registers."""
         return vector[...] if self.setup.interpret else load(vector, registers.ROW, optimized=False)

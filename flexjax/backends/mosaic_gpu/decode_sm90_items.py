@@ -94,7 +94,7 @@ class DecodeItems:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a batch entry of full length."""
+        """Chunks of the keys of a batch entry of full length."""
         return decode_tiles.chunks(self.plan, self.tile)
 
     @property
@@ -104,7 +104,7 @@ class DecodeItems:
 
     @property
     def programs(self) -> int:
-        """Number of CTAs of the grid."""
+        """Number of CTAs of the grid: `tile.programs`, or the number of items (`most`) if that is smaller."""
         return min(self.most, self.tile.programs)
 
     @property

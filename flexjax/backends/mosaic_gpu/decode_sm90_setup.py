@@ -81,7 +81,9 @@ class DecodeSetup:
 
     @property
     def softmax(self) -> OnlineSoftmax:
-        """The online softmax of a consumer's tile."""
+        """The online softmax of a consumer's tile, [ROWS, block_kv]; without polynomials, and its references need not be integers. The
+        merge of the chunks uses it too, for the unit of references.
+        """
         return OnlineSoftmax(
             shape=(ROWS, self.tile.block_kv),
             lazy_rescale=self.tile.lazy_rescale,

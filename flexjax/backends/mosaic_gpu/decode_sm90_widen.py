@@ -101,7 +101,7 @@ def _at(base: ir.Value, offset: ir.Value) -> ir.Value:
 
 
 def _elements(vector: ir.Value) -> list[ir.Value]:
-    """The four elements, i32, of a vector, in order."""
+    """The elements of a vector of four i32, in order."""
     return [llvm.extractelement(vector, mgpu.c(n, _i32())) for n in range(4)]
 
 

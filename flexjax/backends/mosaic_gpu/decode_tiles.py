@@ -95,7 +95,7 @@ class DecodeTile:
 
     @property
     def copy_rows(self) -> int:
-        """Lengths of keys and values in memory are multiples of this many rows."""
+        """Lengths of keys and values in memory are multiples of this many rows, COPY_ROWS."""
         return COPY_ROWS
 
     @property
@@ -108,7 +108,7 @@ class DecodeTile:
 
     @property
     def columns(self) -> int:
-        """Packed rows where they are columns, rounded up to what `mma` takes."""
+        """The packed rows rounded up to a multiple of 8, what `mma` takes: the columns of S^T where the tile is `transposed`."""
         return round_up(self.used_rows, 8)
 
     @property
@@ -272,8 +272,9 @@ def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
 
 
 def decode_refuses(plan: KernelPlan) -> str | None:
-    """Why the decode kernel cannot run a plan, in a sentence; None where it can. Neither the device nor the version of
-    jax is considered, and not whether the kernel would be faster (`choose_kernel.decode_kernel`).
+    """Why the decode kernel for Hopper cannot run a plan, in a sentence; None where it can: the reasons of `refuses_call`, and tiles that
+    do not fit shared memory. Neither the device nor the version of jax is considered, and not whether the kernel would be faster
+    (`choose_kernel.decode_kernel`).
     """
     reason = refuses_call(plan)
     if reason is None and _fitting_tile(plan) is None:
@@ -284,8 +285,13 @@ def decode_refuses(plan: KernelPlan) -> str | None:
 
 
 def refuses_call(plan: KernelPlan) -> str | None:
-    """Why no decode kernel can run a plan, on Hopper or on mma.sync, whatever its tile, in a sentence; None where one can if a tile
-    fits.
+    """Why no decode kernel can run a plan, on Hopper or on mma.sync, whatever its tile, in a sentence about the first reason; None where
+    one can if a tile fits.
+
+    Refused are more than ROWS packed rows, float32, head dims above WIDEST_CTA, dropout, gradients of captured arrays that read what
+    rounding took (`exact_captures`), extra features, the options block_q, block_kv and num_stages, an origin with several runs, pages whose
+    size is no multiple of COPY_ROWS, quantised caches of head dims that are no multiples of 64, and block masks from user lists or without
+    a mask_mod.
     """
     rows = plan.q_len * plan.group
     if rows > ROWS:

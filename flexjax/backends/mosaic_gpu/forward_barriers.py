@@ -128,7 +128,9 @@ class PingPong:
             _named_barrier("sync", self._barrier(group), 2 * WARPGROUP)
 
     def begin(self, group: Scalar) -> None:
-        """Before the CTA's first query tile: gives warpgroup 0 the first turn. Only for `overlap`."""
+        """Before the CTA's first query tile, in both warpgroups: gives warpgroup 0 the first turn, by a signal of warpgroup 1. Nothing
+        without `overlap`.
+        """
         if self.active and self.tile.overlap:
             when(group == 1)(lambda: self.signal(1))
 

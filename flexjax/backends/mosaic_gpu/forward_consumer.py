@@ -389,7 +389,7 @@ class QueryTile(QueryRows[ForwardTile]):
 
     @property
     def partial_sums(self) -> PartialSums:
-        """How Q K^T becomes a sum over all columns where the CTAs of a cluster share them."""
+        """What adds the partial Q K^T of the two CTAs of a cluster; with one CTA its `total` gives the tile itself."""
         return PartialSums(self.scratch.exchange, self.group, self.setup.interpret)
 
     def _query_operand(self) -> tuple[Ref, ...]:

@@ -110,7 +110,9 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     @property
     def full_blocks_may_overhang(self) -> bool:
-        """Whether a block of the mask's full list may reach past the last key."""
+        """Whether a block of the mask's full list may reach past the last key; False without a block mask. Its last tiles are then steps
+        that need the check of the last key.
+        """
         blocks = self.plan.blocks
         return blocks is not None and blocks.full > 0 and self.plan.kv_len % blocks.block_kv > 0
 

@@ -36,7 +36,9 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
     inputs = _inputs(setup, operands)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: MmaForwardScratch[Ref]) -> None:
-        """The forward kernel, in each warpgroup of a CTA."""
+        """The forward kernel, in each warpgroup of a CTA: computes its rows of the CTA's work item from `inputs`, and writes them to
+        `outputs`.
+        """
         MmaRows.of(setup, inputs, outputs, scratch).compute()
 
     outputs: Outputs[jax.Array] = launch(

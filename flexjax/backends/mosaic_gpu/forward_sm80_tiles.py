@@ -101,7 +101,7 @@ def forward_scratch(tile: MmaForwardTile, dtype: str = "bfloat16", interpret: bo
 
 
 def mma_dim(dim: int) -> int:
-    """Head dim as mma.sync takes it: a multiple of 16."""
+    """Head dim as mma.sync takes it: rounded up to a multiple of 16, at least 16."""
     return round_up(max(dim, 1), 16)
 
 

@@ -45,11 +45,9 @@ class ForwardTile:
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     persistent             a CTA takes a fixed share of all query tiles, the longest first
     dynamic_scheduler      a CTA takes query tiles one by one from an atomic counter (tile_scheduler.py)
-    staged_slots           slots for tiles of a captured array that TMA brings into shared memory (staging.py); 0:
-                           none
+    staged_slots           slots for tiles of a captured array that TMA brings into shared memory (staging.py); 0: none
     staged_dtype           dtype of that array
-    polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions
-                           (exponential.py)
+    polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions (exponential.py)
     reverse_kv             key tiles that need no mask are visited from the last to the first
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
@@ -85,9 +83,7 @@ class ForwardTile:
 
     @property
     def copies(self) -> int:
-        """Copies that fill one slot of keys or of values: one for each part, or for keys in pages one for each
-        `page_rows` keys.
-        """
+        """Copies that fill one slot of keys or of values: one for each part, or for keys in pages one for each `page_rows` keys."""
         return self.block_kv // self.page_rows if self.page_rows else self.parts
 
     @property
@@ -114,14 +110,14 @@ class ForwardTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers for each thread of a consumer warpgroup, in a CTA with 2 or 3 consumers."""
+        """Registers for each thread of a consumer warpgroup, in a CTA with 2 or 3 consumers. Raises KeyError for a single consumer, whose
+        limit no kernel changes.
+        """
         return {2: 240, 3: 160}[self.groups]
 
     @property
     def producer_registers(self) -> int:
-        """Registers for each thread of the producer warpgroup, in a CTA with 2 or 3 consumers: what these leave of
-        the SM's 65536.
-        """
+        """Registers for each thread of the producer warpgroup, in a CTA with 2 or 3 consumers: what these leave of the SM's 65536."""
         return {2: 24, 3: 32}[self.groups]
 
     @property
@@ -159,14 +155,11 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 
     query        [query_slots * parts, block_q, D], ring of query tiles
     key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles
-    out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory; None with
-                 `out_over_queries`
+    out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory; None with `out_over_queries`
     *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each copy
-    *_free       a barrier for each slot: every consumer has released the slot; only in the simulator
-                 (`forward_barriers.SlotBarriers`)
+    *_free       a barrier for each slot: every consumer has released the slot; only in the simulator (`forward_barriers.SlotBarriers`)
     staged       [staged_slots, block_q, block_kv], ring of tiles of a captured array; None without one
-    mailbox      int32 words through which the dynamic scheduler passes work items, MAILBOX_WORDS for each query slot;
-                 None without it
+    mailbox      int32 words through which the dynamic scheduler passes work items, MAILBOX_WORDS for each query slot; None without it
     exchange     of the partial sums of S among the CTAs of a cluster; None where a CTA has all columns
     """
 
@@ -224,7 +217,7 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
 
 
 def wgmma_dim(dim: int) -> int:
-    """Head dim as WGMMA takes it: a multiple of 16 elements of two bytes."""
+    """Head dim as WGMMA takes it: rounded up to a multiple of 16, at least 16."""
     return round_up(max(dim, 1), 16)
 
 
@@ -261,20 +254,17 @@ THREE_GROUPS_SPEED = 1.12
 
 
 def forward_tile(plan: KernelPlan) -> ForwardTile:
-    """The configuration that runs a plan: the first of `forward_candidates`. There is one, because `support.refuses`
-    has checked it.
-    """
+    """The configuration that runs a plan: the first of `forward_candidates`. There is one, because `support.refuses` has checked it."""
     return forward_candidates(plan)[0]
 
 
 def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit a CTA, the expected best first.
 
-    Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries,
-    which query tiles must divide, allow none. Two groups of 64 queries come first, or three where
-    `_three_groups_are_faster`, but one for up to 64 queries unless block_q is set; then staging before none; then 128
-    keys before 64, or 64 first with head dims above 128 (above 64 for float32) or mods that divide tiles of integers; then the
-    order of RINGS.
+    Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query tiles
+    must divide, allow none. Two groups of 64 queries come first, or three where `_three_groups_are_faster`, but one for up to 64 queries
+    unless block_q is set; then staging before none; then 128 keys before 64, or 64 first with head dims above 128 (above 64 for float32) or
+    mods that divide tiles of integers; then the order of RINGS.
     """
     ctas = ctas_of(plan)
     head_dim, value_dim = _columns(plan, ctas)
@@ -380,9 +370,7 @@ def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | No
 
 
 def _staged_dtype(plan: KernelPlan) -> str | None:
-    """dtype of the captured array of score_mod that goes through shared memory (staging.py); None where there is
-    none.
-    """
+    """dtype of the captured array of score_mod that goes through shared memory (staging.py); None where there is none."""
     load = staging.staged_load(plan, plan.score)
     return None if load is None or plan.score is None else plan.score.captures[load.capture].dtype
 

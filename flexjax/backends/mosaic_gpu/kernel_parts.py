@@ -122,7 +122,10 @@ def launch(
         found, shared = results[: len(shapes)], iter(results[len(shapes) :])
 
         def run(memory: tuple) -> None:
-            """Calls the kernel on its shared memory."""
+            """Calls the kernel on its shared memory.
+
+            memory   Refs in the structure of `scratch`; the tiles of a cluster are taken from `results` in the simulator
+            """
             put = lambda part, ref: next(shared) if part in in_global else ref
             kernel(inputs, jax.tree.unflatten(structure, found), jax.tree.map(put, scratch, memory))
 

@@ -264,11 +264,11 @@ class OnlineSoftmax:
         return jnp.where(total == f32(0), f32(-math.inf), top), total
 
     def to_reference(self, score: jax.Array) -> jax.Array:
-        """A score in the unit of references."""
+        """A score in the unit of references: times log2(e), or itself with large scores."""
         return score if self.large_scores else score * f32(LOG2E)
 
     def to_score(self, reference: jax.Array) -> jax.Array:
-        """A reference as a score."""
+        """A reference as a score, the inverse of `to_reference`."""
         return reference if self.large_scores else reference * f32(LN2)
 
     def power(self, difference: jax.Array) -> jax.Array:

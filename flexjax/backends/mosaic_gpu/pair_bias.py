@@ -144,7 +144,7 @@ class DirectGradient:
         return (*self._leading(plan), common.whole_len(plan, "q"), common.whole_len(plan, "kv"))
 
     def _leading(self, plan: KernelPlan) -> tuple[int, int]:
-        """(batch entries, heads) of `output_shape`."""
+        """The first two dimensions of `output_shape`: batch entries and query heads, 1 for an axis that the array lacks."""
         return plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1
 
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
@@ -157,7 +157,9 @@ class DirectGradient:
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
 
     def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
-        """The gradient in the shape of the captured array, from `values`, what the kernel wrote (`output_shape`)."""
+        """The gradient in the shape and dtype of the captured array, from `values`, what the kernel wrote (`output_shape`); 0 at elements
+        that no position reads.
+        """
         return embedded(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
 
 

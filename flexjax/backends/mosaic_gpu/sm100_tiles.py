@@ -32,7 +32,9 @@ WARPS = 4
 
 
 def copied_rows() -> Iterator[tuple[int, int]]:
-    """(first lane, first row) of every COPIED_ROWS rows of a tile."""
+    """Yields (first lane, first row) of every COPIED_ROWS rows of a tile, by rising lane: where a copy of queries to shared memory puts
+    which rows.
+    """
     for lane in range(0, TMEM_LANES, COPIED_ROWS):
         warp, half = lane // (2 * COPIED_ROWS), lane // COPIED_ROWS % 2
         yield lane, half * WARPS * COPIED_ROWS + warp * COPIED_ROWS

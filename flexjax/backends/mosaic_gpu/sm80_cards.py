@@ -80,7 +80,7 @@ def ring_barriers(copying: Copying, slots: int, groups: int) -> Barriers | None:
 
 
 def meeting_barrier(groups: int, interpret: bool) -> Barriers | None:
-    """The mbarrier that stands for the CTA's barrier in the simulator, with one arrival of each of `groups` warpgroups;
-    None on the device and for a single warpgroup.
+    """The mbarrier that stands for the CTA's barrier in the simulator (`Copies.sync`), with one arrival of each of `groups` warpgroups;
+    None on the device, and for a single warpgroup, which has nobody to wait for.
     """
     return Barriers(1, arrivals=groups) if interpret and groups > 1 else None

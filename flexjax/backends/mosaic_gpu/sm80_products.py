@@ -315,5 +315,5 @@ def _mma(total: Fragment, left: Fragment, right: Fragment, dtype: str) -> Fragme
 
 
 def _ptx_dtype(dtype: jax.typing.DTypeLike) -> str:
-    """The dtype of 16 bits as PTX names it."""
+    """The dtype of 16 bits as PTX names it: "bf16" or "f16"; KeyError for others."""
     return {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]

@@ -340,7 +340,7 @@ class TileProgram:
         return needed
 
     def _value_of(self, atom: ir.Atom) -> TileValue:
-        """The value of an atom: of a literal, or of a step that is computed already."""
+        """The value of an atom: of a literal as a scalar, or of a step that is computed already; KeyError for one that is not."""
         if isinstance(atom, ir.Val):
             return self.env[atom.id]
         return TileValue(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])

@@ -391,8 +391,8 @@ def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
 
 
 def get(mailbox: Ref, slot: Scalar) -> tuple[Scalar, WorkItem]:
-    """In a consumer: (whether there is an item, the item) from the mailbox of query slot `slot`, after the slot's
-    queries have arrived.
+    """In a consumer: (whether there is an item, the item) from the mailbox of query slot `slot`, after the slot's queries have arrived.
+    Without an item the fields of the second mean nothing.
     """
     first = slot * i32(MAILBOX_WORDS)
     found = [mailbox[first + i32(1 + n)] for n in range(len(WorkItem._fields))]

@@ -109,7 +109,9 @@ class TileVisits:
         return rank if order is None else order[b if self.batch > 1 else 0, h if self.heads > 1 else 0, rank]
 
     def _at(self, b: Scalar, h: Scalar, own: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """The index of the owned tile's list in the arrays of `VisitLists`: (batch entry, head, block)."""
+        """The index of the owned tile's list in the arrays of `VisitLists`: (batch entry, head, block), 0 on an axis where all share their
+        lists.
+        """
         own = own if self.own_per_block == 1 else lax.div(own, jnp.int32(self.own_per_block))
         zero = jnp.int32(0)
         return (b if self.batch > 1 else zero, h if self.heads > 1 else zero, own)
