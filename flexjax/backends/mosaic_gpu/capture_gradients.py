@@ -159,7 +159,10 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     derivative   score_mod with its derivatives
     wanted       for each captured array: whether its gradient is asked for
     """
-    tile = warpgroups_for(plan) * ROWS
+    joined = dataclasses.replace(
+        plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0
+    )  # as the kernels compute them
+    tile = warpgroups_for(joined) * ROWS
     for load in gradient_loads(derivative):
         if not wanted[load.capture]:
             continue
@@ -176,10 +179,10 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
                 f"the gradient of captured array {load.capture} adds up more tiles of {tile} x {tile} than int32 can number: "
                 f"{plan.batch} x {plan.q_heads} heads of {plan.q_len} queries and {plan.kv_len} keys."
             )
-        if not fits_one_slot(dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0)):
+        if not fits_one_slot(joined):
             return (
                 f"the gradient of captured array {load.capture} needs more shared memory than there is for float32 head dims "
-                f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}."
+                f"{joined.head_dim} and {plan.value_dim}."
             )
     return None
 

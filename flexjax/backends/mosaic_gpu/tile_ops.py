@@ -302,7 +302,7 @@ def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
 
     name       "shift_left", "shift_right_logical" or "shift_right_arithmetic"
     a, n       int32 or uint32, of one shape
-    constant   whether n is a literal; it must then be within 0 .. 31, because n is not compared with 32
+    constant   whether n is a literal within 0 .. 31, which is not compared with 32 here
     """
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
         name, lax.shift_right_arithmetic
@@ -385,7 +385,8 @@ def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
     if name.startswith("shift_"):
         if name == "shift_right_logical" and operand in ("int8", "int16"):
             first = first & np.int32((1 << NARROW_BITS[operand]) - 1)
-        return _wrap(_shift(name, first, args[1], isinstance(step.inputs[1], ir.Lit)), dtype)
+        bits = step.inputs[1]
+        return _wrap(_shift(name, first, args[1], isinstance(bits, ir.Lit) and 0 <= bits.value < 32), dtype)
     if name == "clz":
         return lax.clz(first) - (
             np.int32(32 - NARROW_BITS[operand]) if operand in NARROW_BITS else np.zeros((), first.dtype)

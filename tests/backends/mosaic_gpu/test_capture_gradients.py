@@ -261,6 +261,10 @@ def test_refuses_more_tiles_than_can_be_numbered() -> None:
     assert refusal(made, batch=1 << 11, q_len=1 << 17, kv_len=1 << 17) == sentence.format(
         "2048 x 1 heads of 131072", 131072
     )
+    wide = {"batch": 64, "q_len": 1 << 19, "kv_len": 1 << 19, "head_dim": 128, "value_dim": 128}
+    assert refusal(made, **wide) is None
+    joined = refusal(made, **wide, extra_dim=32, extra_heads=1)  # beside wider heads the tiles are smaller
+    assert joined == sentence.replace("128 x 128", "64 x 64").format("64 x 1 heads of 524288", 524288)
 
 
 def test_refuses_a_place_that_depends_on_the_score() -> None:

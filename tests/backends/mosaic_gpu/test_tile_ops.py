@@ -1,11 +1,13 @@
 """Rewritten operations at the edges of float32 against jax's own, as plain functions of arrays."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from flexjax.backends.mosaic_gpu import tile_ops
+from flexjax.trace.trace_mod import trace_score_mod
 
 EDGES = np.array([0.0, 1.0, -1.0, 88.9, -88.9, 1e10, -1e10, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32)
 POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "acosh")
@@ -28,3 +30,13 @@ def test_powers_at_edges() -> None:
         for v in np.broadcast_arrays(EDGES[:, None], np.array([0, 1, 2, -1, 0.5, np.inf, -np.inf, np.nan], np.float32))
     )
     np.testing.assert_allclose(tile_ops._pow(x, y), jnp.power(x, y), rtol=2e-5)
+
+
+@pytest.mark.parametrize(("bits", "compared"), [(31, False), (32, True), (-1, True)])
+def test_a_shift_by_a_number_past_the_width_is_no_shift_of_the_device(bits: int, compared: bool) -> None:
+    """jax gives 0 there; LLVM leaves such a shift undefined, so that a kernel must not have it."""
+    mod = lambda s, b, h, q, k: s + lax.shift_left(q, jnp.int32(bits)).astype(jnp.float32)
+    (step,) = [x for x in trace_score_mod(mod, (1, 1, 8, 8)).program.steps if getattr(x, "prim", "") == "shift_left"]
+    shifted = lambda x: tile_ops.apply(step, [x, jnp.full_like(x, bits)], False)
+    assert ("select_n" in str(jax.make_jaxpr(shifted)(jnp.arange(8)))) == compared
+    np.testing.assert_array_equal(shifted(jnp.arange(8)), lax.shift_left(jnp.arange(8), bits))
