@@ -25,8 +25,8 @@ def allocated(part: Description, interpret: bool) -> object:
         description           allocation
         SwizzledTiles         shared memory of its shape, with the largest swizzle up to `part.swizzle` that divides a row
         PlainArray            shared memory of its shape, in row-major order
-        Barriers              so many mbarriers; of a count of None one that takes no index
-        TensorTiles           tensor memory of its shape
+        Barriers              so many mbarriers; of a count of None one that takes no index. With `pair` barriers of the cluster
+        TensorTiles           tensor memory of its shape; with `pair` for instructions of two CTAs
         OverlaidTensorTiles   both arrays of tiles at one place of tensor memory; in the simulator each has a place of its own
         ClusterTiles          shared memory [groups, rows * columns] float32. `launch` does not ask for it in the simulator
         ClusterBarriers       shared memory [groups, 4] int32 for two mbarriers a group; in the simulator barriers of the cluster

@@ -90,7 +90,8 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
     for each copy: one copy for each part of an operand (float_parts.py); at `query_full` also one for the statistics
-    and, if an array is staged, one for its tile. Barriers of free slots expect one arrival of each computing warpgroup.
+    and, if an array is staged, one for its tile. `own_full` expects one for each part of K and of V. Barriers of free
+    slots expect one arrival of each computing warpgroup.
     """
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     staged = None
@@ -221,7 +222,8 @@ def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
         1         1          2         SMALLEST_TILE       only for float32
         1         1          1         SMALLEST_TILE       only for float32
 
-    Launch order is head_major unless query heads share key heads. A row fits at every head dim whose backward pass support.py accepts; above, the last row is returned though it does not fit.
+    Launch order is head_major unless query heads share key heads. A row fits at every head dim whose backward pass support.py
+    accepts; above, the last row is returned though it does not fit.
     """
     made = [(2, 2, 2, SPLIT_QUERIES), (2, 2, 1, SPLIT_QUERIES)]
     if ctas_of(plan) > 1:

@@ -66,7 +66,10 @@ def backward_dq(
     """Runs the dQ kernel on tcgen05, one CTA for each tile of 128 queries of each query head: Outputs(dQ times scale, None, the direct
     gradients). What lies past the ends is undefined.
 
-    The arguments are those of `backward_sm80_dq.backward_dq`. It has no pairs of CTAs, whatever `tiles` says.
+    call        plan, programs and padded arrays of the call
+    lists       the block lists of each query block; of a head, CTAs with the most visits start first
+    tiles       sizes of the kernel; `pairs` is not read, because this kernel has no pairs of CTAs
+    gradients   the direct gradients (pair_bias.py), which may be none
     """
     tiles = dataclasses.replace(tiles, pairs=False)
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
@@ -77,7 +80,9 @@ def backward_dq(
     math = TileMath(plan, derivative, (TILE, tiles.half), "q", (TILE, TILE), loads_too=loads)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dQ kernel: finds what this CTA owns and visits, and runs one of its three warpgroups (`_run`)."""
+        """The dQ kernel on the Refs `inputs`, `outputs` and `scratch`: finds what this CTA owns and visits, and runs the calling one of
+        its three warpgroups (`_run`).
+        """
         program, may_be_masked = lax.axis_index("program"), plan.mask is not None or plan.blocks is not None
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
@@ -100,8 +105,8 @@ def backward_dkv(
     lists: VisitLists[jax.Array],
     tiles: Tcgen05Tiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV, one CTA for each key tile of each key head, or a pair of CTAs for each two neighbouring ones (`tiles.pairs`). What lies past
-    the ends is undefined.
+    """Runs the dK/dV kernel on tcgen05, one CTA for each tile of 128 keys of each key head, or a pair of CTAs for each two neighbouring
+    tiles (`tiles.pairs`): Outputs(dK times scale, dV). What lies past the ends is undefined.
 
     call    plan, programs and padded arrays of the call
     lists   the block lists of each key block; of a head, CTAs with the most visits start first
@@ -115,7 +120,9 @@ def backward_dkv(
     math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dK/dV kernel: finds what this CTA owns and visits, and runs one of its three warpgroups (`_run`)."""
+        """The dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: finds what this CTA owns and visits, and runs the calling one of
+        its three warpgroups (`_run`).
+        """
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, plan.group == 1, TILE)
         may_be_masked, first_head = plan.mask is not None or plan.blocks is not None, own.key_head * plan.group
         sequence = VisitSequence(visits, inputs.lists, own.b, first_head, plan.group, own.tile, TILE, may_be_masked)
@@ -139,7 +146,15 @@ def _launch(
     name: str,
     programs: int,
 ) -> Outputs[jax.Array]:
-    """Launches the kernel with so many CTAs, or pairs of them (`programs`); returns what it wrote."""
+    """Launches the kernel and returns what it wrote.
+
+    kernel     function of the Refs (inputs, outputs, scratch)
+    inputs     arrays
+    outputs    shapes and dtypes of the results; if it has `second`, tensor memory has the sums of two gradients, else of one
+    tiles      sizes of the kernel
+    name       of the kernel in profiles
+    programs   number of CTAs or, with `tiles.pairs`, of pairs of them
+    """
     memory = scratch(plan, tiles, both=outputs.second is not None)
     interpret = plan.options.interpret
     return launch(
@@ -156,7 +171,7 @@ def _launch(
 
 
 def _total(sequence: VisitSequence) -> Scalar:
-    """How many visits a CTA makes over all of its heads, read from the block lists in the kernel."""
+    """How many visits `sequence` has over all heads of the CTA, an int32 scalar, read from the block lists in the kernel."""
     count = lambda head: sum(sequence.counts(head))
     if sequence.heads == 1:
         return i32(count(i32(0)))
@@ -198,7 +213,7 @@ class _Half:
 
     @property
     def start(self) -> Scalar:
-        """The first own token."""
+        """Number of the first token that this CTA owns."""
         return own_start(self.sequence, self.tiles)
 
     @property
@@ -212,6 +227,8 @@ class _Half:
         tokens' gradients: of dQ times scale, or of dK times scale and of dV, in the plan's dtype.
 
         total   visits of the CTA over all heads; if it is 0, nothing is waited for, and the gradients are zeros
+
+        In a pair of CTAs warpgroup 0 of each first tells the first CTA that the own tokens have arrived (`_announce`).
         """
         plgpu.set_max_registers(self.tiles.computing_registers, action="increase")
         sequence, by_query = self.sequence, self.math.row_axis == "q"
@@ -228,7 +245,9 @@ class _Half:
             return self.math.at_rows(sequence.b, sequence.first_head + head, self.start, self.inputs.captures)
 
         def step(rows: RowMath, visit: VisitNow, carry: Scalar) -> Scalar:
-            """Makes one visit, as `VisitSequence.each` calls it; returns `carry`, which means nothing here, as it is."""
+            """Makes one visit (`_visit`), as `VisitSequence.each` calls it: `rows` is what `begin` returned; returns `carry`, which means
+            nothing here, as it is.
+            """
             self._visit(rows, visit, statistics)
             return carry
 
@@ -241,7 +260,9 @@ class _Half:
             self._write(self.outputs.second, self.scratch.sum_second, 1.0, total)
 
     def _announce(self, own_ready: Ref) -> None:
-        """Tells the first CTA of the pair that the own tokens have arrived in this one."""
+        """In a pair: waits until the own tokens of this CTA have arrived, and arrives at the barrier `own_ready` of the first CTA, whose
+        warp issues the products of both. Called once, by warpgroup 0 of each CTA that has visits.
+        """
         plgpu.barrier_wait(self.scratch.own_full.at[0])
         plgpu.barrier_arrive(own_ready.at[0])
 
@@ -254,7 +275,8 @@ class _Half:
         statistics   lse2 and delta of the own queries; None in the dK/dV kernel, which reads those of the visited queries here
 
         It waits at `scores_full` for S and at `cotangents_full` for dP, and arrives at `differences_full` when dS is written. P times
-        the dropout multiplier is written in the dK/dV kernel alone, which then arrives at `weights_full`.
+        the dropout multiplier is written in the dK/dV kernel alone, which then arrives at `weights_full`. In a pair both arrive at the
+        barriers of the first CTA.
         """
         scratch, group, half, dtype = self.scratch, self.group, self.tiles.half, self.math.plan.dtype
         column = visit.start + group * half

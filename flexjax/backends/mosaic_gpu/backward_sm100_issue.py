@@ -41,7 +41,9 @@ COPYING_WARP, PRODUCT_WARP = 0, 1
 
 
 def own_start(sequence: VisitSequence, tiles: Tcgen05Tiles) -> Scalar:
-    """Number of the first token that this CTA owns, one of the pair that owns the tile of the sequence or alone."""
+    """Number of the first token that this CTA owns: of the tile of the sequence or, in a pair (`tiles.pairs`), whose tile has 256 tokens,
+    of the half of it that belongs to this CTA of the cluster.
+    """
     if not tiles.pairs:
         return sequence.tile * TILE
     return sequence.tile * (PAIR * TILE) + lax.axis_index(COLUMNS) * TILE
@@ -70,16 +72,22 @@ class IssuingWarps:
 
     @property
     def pair(self) -> str | None:
-        """The axis of the cluster whose CTAs share instructions; None where they do not."""
+        """The axis of the cluster whose CTAs share instructions, for Pallas's `collective_axis`; None without pairs, and in the simulator,
+        where each CTA of a pair issues products of its own.
+        """
         return None if self.scratch.columns is None else COLUMNS
 
     def run(self) -> None:
-        """Copies and issues the products of every visit; nothing without visits. In a pair only the first CTA issues products."""
+        """What the warpgroup does: lowers its register limit, and makes all copies in one warp and issues all products in another; the
+        other two warps do nothing. Without visits nothing is copied or issued. In a pair only the first CTA issues products.
+        """
         plgpu.set_max_registers(self.tiles.issuing_registers, action="decrease")
 
         @plgpu.warp_map  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         def by_warp(warp: Scalar) -> None:
-            """Runs the loop of one warp: `_copy` in COPYING_WARP, `_multiply` in PRODUCT_WARP, nothing in the others."""
+            """Runs the loop of one warp: `_copy` in COPYING_WARP, `_multiply` in PRODUCT_WARP (in a pair that of the first CTA alone),
+            nothing in the others.
+            """
             with one_warp():
                 when((warp == COPYING_WARP) & (self.total > 0))(self._copy)
                 multiplies = (warp == PRODUCT_WARP) & (self.total > 0)
@@ -123,11 +131,14 @@ class IssuingWarps:
             plgpu.barrier_wait(scratch.free.at[slot_of(self.total + n, self.tiles.slots)])
 
     def _copy_halves(self, array: Ref, rows: Ref, columns: Ref, head: Scalar, start: Scalar, slot: Scalar) -> None:
-        """Begins to copy this CTA's halves of a visited tile, rows of each half of it and columns; the first CTA of the pair learns of both.
+        """In a pair: starts the copies of this CTA's 32 rows of each half of a visited tile, and of its half of the tile's columns. They
+        arrive at the barrier `full` of the slot in the first CTA, which counts those of both CTAs.
 
+        array           of the visited tokens, in global memory
         rows, columns   [2, 32, D or E] and [128, D / 2 or E / 2] in shared memory
-        head, start     of the tile in its array
-        slot            whose barrier the copies arrive at
+        head            of the array
+        start           first token of the tile
+        slot            number of the slot
         """
         half, source = self.tiles.half, functools.partial(rows_of, array, self.plan.layout, self.sequence.b, head)
         copies = [(source(start + n * half, half), rows.at[n], 0) for n in range(HALVES)]
@@ -175,15 +186,21 @@ class IssuingWarps:
         self._commit(scratch.sums_full.at[0])
 
     def _commit(self, barrier: Ref) -> None:
-        """Lets the barrier, in a pair that of each CTA, get an arrival when all products issued so far have completed."""
+        """Gives `barrier` an arrival, in a pair in each of the two CTAs, when all products that were issued before have completed; it does
+        not wait for them.
+        """
         plgpu.tcgen05_commit_arrive(barrier, collective_axis=self.pair)
 
     def _half(self, ring: Ref, slot: Scalar, half: int) -> Ref:
-        """Half a visited tile, [64, D or E], in a slot of a ring; in a pair all rows of this CTA's columns."""
+        """A Ref to half `half`, 0 or 1, of the visited tile in slot `slot` of `ring`, [64, D or E]: the right operand of `_add`. In a pair
+        the ring is one of `Scratch.columns`, and the Ref has this CTA's columns, [64, D / 2 or E / 2].
+        """
         return ring.at[slot, pl.ds(half * self.tiles.half, self.tiles.half)]
 
     def _transposed(self, ring: Ref, slot: Scalar, half: int) -> Ref:
-        """Half a visited tile as right operand, [D or E, 64]; in a pair this CTA's columns of that, [D or E, 32]."""
+        """A Ref to half `half` of the visited tile in slot `slot` of `ring` (`Scratch.first` or `.second`), transposed, [D or E, 64]: the
+        right operand of S and dP. In a pair it has this CTA's 32 of the 64 tokens, [D or E, 32].
+        """
         tile = self._half(ring, slot, half) if self.pair is None else ring.at[slot, half]
         return tile.transpose((1, 0))
 
@@ -204,12 +221,13 @@ class IssuingWarps:
         )
 
     def _set(self, target: Ref, own: Ref, ring: Ref, slot: Scalar, half: int, full: Ref) -> None:
-        """Issues target = own visited^T for a half.
+        """Issues target = own @ visited^T for a half; it does not wait.
 
-        target   [2, 128, 64] in tensor memory, a tile for each half
-        own      [128, D or E] in shared memory
-        ring     of the visited tiles
-        full     barriers of the halves; that of this half gets an arrival when the product has completed
+        target       S or dP of both halves, [2, 128, 64] in tensor memory
+        own          [128, D or E] in shared memory
+        ring, slot   where the visited tile is in shared memory
+        half         0 or 1
+        full         barriers of the halves; that of this half gets an arrival when the product has completed
         """
         visited = self._transposed(ring, slot, half)
         plgpu.tcgen05_mma(target.at[half], own, visited, accumulate=False, collective_axis=self.pair)
@@ -220,7 +238,7 @@ class IssuingWarps:
 
         total        `sum_first` or `sum_second`, [1, 128, D or E] in tensor memory
         left         dS or P of both halves in tensor memory
-        ring, slot   where the visited tile is in shared memory
+        ring, slot   where the visited tile is in shared memory, in a pair this CTA's columns of it
         half         0 or 1
         accumulate   False: total = left @ visited, for the first product into the sum
         """

@@ -65,7 +65,7 @@ class Tcgen05Tiles:
 
     @property
     def ctas(self) -> int:
-        """CTAs of the dK/dV kernel that visit the same tiles: 2 of a pair, or 1."""
+        """CTAs of a cluster of the dK/dV kernel, which visit the same tiles: 2 with `pairs`, else 1."""
         return PAIR if self.pairs else 1
 
 
@@ -116,9 +116,13 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def scratch(plan: KernelPlan, tiles: Tcgen05Tiles, both: bool) -> Scratch[Description]:
     """The shared and tensor memory of a CTA.
 
-    both   whether the kernel computes two gradients, of keys and values, or one
+    plan    of the call, with extra features joined to the head dim
+    tiles   sizes of the kernel
+    both    True for the dK/dV kernel, which sums two gradients; False for dQ: `sum_second` and `weights_full` are None
 
-    The simulator does not know cta_group::2: there each CTA of a pair has whole tiles, and products of its own on the same visits.
+    `own_full` expects one arrival for each 16 rows of each own array. `full` expects one for each tile of a visit; in a pair three for
+    each, of the rows of both halves and of the columns. All others expect one, those with `pair` one of each CTA. The simulator does not
+    know cta_group::2: there each CTA of a pair has whole tiles, and products of its own on the same visits.
     """
     dim, value_dim = padded_dims(plan)
     pair = tiles.pairs and not plan.options.interpret
@@ -154,9 +158,11 @@ def scratch(plan: KernelPlan, tiles: Tcgen05Tiles, both: bool) -> Scratch[Descri
 def backward_tiles(plan: KernelPlan) -> Tcgen05Tiles | None:
     """The sizes of the kernel for a plan that asks for tcgen05: three slots, or two where three do not fit shared memory. None where the
     kernels on mma.sync run its backward pass: above head dim LARGEST_DIM, for mask blocks that are no multiples of 128, where the
-    options ask for tiles other than 128, and where two slots do not fit either.
+    options ask for tiles other than 128, and where two slots do not fit either. `pairs` where `in_pairs` and the mask's blocks are
+    multiples of 256 keys.
 
-    plan   with the blocks of `sm100_support.visited_blocks` for the backward pass
+    plan   with the blocks that the kernels visit (`sm100_support.visited_blocks` with backward=True). That its options ask for tcgen05
+           is tested by the caller
     """
     options, blocks = plan.options, plan.blocks
     asked = {options.block_q_bwd, options.block_kv_bwd}
@@ -170,8 +176,9 @@ def backward_tiles(plan: KernelPlan) -> Tcgen05Tiles | None:
 
 
 def in_pairs(plan: KernelPlan) -> bool:
-    """Whether the options ask for pairs of CTAs and a plan gets them in its dK/dV kernel, if the blocks of its mask are multiples of 256
-    keys: at padded head dims of PAIRED_DIM, and with runs of an origin that are multiples of 256 keys.
+    """Whether the options ask for pairs of CTAs (`cta_pairs`) and the dK/dV kernel on tcgen05 of this plan can have them, apart from the
+    blocks of its mask, which the caller tests: the padded head dims are both PAIRED_DIM, and runs of keys of an origin, if it has
+    several, are multiples of 256 keys.
     """
     origin = plan.origin
     runs = origin is None or origin.tile_fits(1, PAIR * TILE)

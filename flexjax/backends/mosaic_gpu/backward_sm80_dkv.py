@@ -65,7 +65,9 @@ def backward_dkv(
     math = TileMath(plan, call.derivative, (tiles.rows, tiles.visited), "kv", (tiles.visited, tiles.owned))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dK/dV kernel: finds the key tile that this CTA owns and runs the calling warpgroup (`_Cta.compute`)."""
+        """The dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: finds the key tile that this CTA owns and runs the calling
+        warpgroup (`_Cta.compute`).
+        """
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, plan.group == 1, tiles.visited)
         may_be_masked = plan.mask is not None or plan.blocks is not None
         first_head = own.key_head * plan.group

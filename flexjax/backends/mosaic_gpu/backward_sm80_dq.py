@@ -53,7 +53,9 @@ def backward_dq(
     heads = plan.batch * plan.q_heads
 
     def kernel(inputs: Inputs[Ref], outputs: DqOutputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dQ kernel: finds the query tile that this CTA owns and runs the calling warpgroup (`_Cta.compute`)."""
+        """The dQ kernel on the Refs `inputs`, `outputs` and `scratch`: finds the query tile that this CTA owns and runs the calling
+        warpgroup (`_Cta.compute`).
+        """
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, plan.group == 1)
         b, h = lax.div(head, jnp.int32(plan.q_heads)), lax.rem(head, jnp.int32(plan.q_heads))

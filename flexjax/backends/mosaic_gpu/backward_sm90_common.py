@@ -71,8 +71,8 @@ def whole_len(plan: KernelPlan, axis: str) -> int:
 
 
 def padded_len(plan: KernelPlan, axis: str) -> int:
-    """The length that arrays over queries ("q") or keys ("kv") are padded to: a multiple of 8 tokens for TMA; `whole_len` in the
-    simulator, which refuses copies that cross the end.
+    """The length that arrays over queries (`axis` "q") or keys ("kv") are padded to: their length rounded up to a multiple of 8 tokens
+    for TMA; `whole_len` in the simulator, which refuses copies that cross the end.
     """
     return whole_len(plan, axis) if plan.options.interpret else round_up(plan.q_len if axis == "q" else plan.kv_len, 8)
 
@@ -232,7 +232,7 @@ class Products:
 
     def accumulators(self, body: Callable[..., Result], *shapes: tuple[int, int]) -> Result:
         """Calls body(*accumulators), with one zeroed float32 accumulator for each of the shapes, and returns the
-        result of the call.
+        result of the call. The accumulators exist during the call alone, so `body` reads them (`read`).
         """
         return pl.run_scoped(body, *(accumulator(shape) for shape in shapes))
 

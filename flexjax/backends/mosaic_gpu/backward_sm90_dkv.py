@@ -67,7 +67,9 @@ def backward_dkv(
     staging = staging_for(plan, call.derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dK/dV kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
+        """The dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing one
+        or, as the last of them, the copying one.
+        """
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
@@ -135,8 +137,9 @@ class _Cta(TileCta):
             """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV; `rows` is P and dS of the warpgroup's
-                keys for head h, the other arguments are as at the top of this file.
+                """Adds one visit (`visit`), as `KeyTileVisits.each` calls it, to dK and dV: of the queries from `q0` of query
+                head `h`. `rows` is the RowMath of the warpgroup's keys for h, `number` how many visits came before, and
+                `masked` whether the mask applies.
                 """
                 self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
 
@@ -220,8 +223,8 @@ class _Cta(TileCta):
 
         def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
             """Starts the copies of Q, row statistics, dO and, if a pair bias is staged, its tile, for one visit, as
-            `KeyTileVisits.each` calls it; each waits until its slot is free. `source` is what `begin` returned;
-            `masked` is not read.
+            `KeyTileVisits.each` calls it: of the queries from `q0` of head `h`, to the slots of the running number
+            `number`, once each is free. `source` is what `begin` returned; `masked` is not read.
             """
 
             def fetch_staged(q_slot: Scalar) -> None:

@@ -58,7 +58,9 @@ def backward_dkv_split(
     math = TileMath(plan, call.derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: SplitScratch[Ref]) -> None:
-        """The split dK/dV kernel: runs one warpgroup of a CTA; 0 computes dV, 1 computes dK, 2 copies."""
+        """The split dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA; 0 computes
+        dV, 1 computes dK, 2 copies.
+        """
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
@@ -141,9 +143,12 @@ class _Cta(TileCta):
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P times d mod / d score to the dK
-                warpgroup; frees the slots of Q and dO for its part.
+                warpgroup; waits for Q and dO, and frees their slots for its part.
 
-                rows   what `rows_math` returned for h
+                rows     what `rows_math` returned for the query head h
+                q0       first query of the visited tile
+                number   running number of the visit, which gives the slots of Q, dO and P
+                masked   whether the mask applies
                 """
                 q_slot, out_slot = rings.slots(number)
                 queries, d_out = rings.tiles(q_slot, out_slot)
@@ -202,7 +207,10 @@ class _Cta(TileCta):
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dK; waits for Q, dO and P and frees their slots
                 for its part.
 
-                rows   what `rows_math` returned for h, used for dropout alone
+                rows     what `rows_math` returned for the query head h; with q0, the first query, it is used for
+                         dropout alone
+                number   running number of the visit, which gives the slots of Q, dO and P
+                masked   not read, because P is 0 where the mask is off
                 """
                 q_slot, out_slot = rings.slots(number)
                 queries, d_out = rings.tiles(q_slot, out_slot)
@@ -275,8 +283,8 @@ class _Cta(TileCta):
             plgpu.barrier_arrive(arrived)
 
         def step(_: None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it, each once
-            its slot is free; `masked` is not read.
+            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it: of the queries
+            from `q0` of head `h`, to the slots of the running number `number`, once each is free; `masked` is not read.
             """
             self.rings.fill(self.own.b, h, q0, number)
 

@@ -65,7 +65,9 @@ def backward_dq(
     heads = plan.batch // tiles.batch_entries * plan.q_heads
 
     def kernel(inputs: Inputs[Ref], outputs: DqOutputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The dQ kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
+        """The dQ kernel on the Refs `inputs`, `outputs` and `scratch`: finds what this CTA owns and runs its calling warpgroup,
+        a computing one or, as the last of them, the copying one.
+        """
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, tiles.head_major)
@@ -292,9 +294,9 @@ class _Cta(TileCta):
         sums = PartialSums(scratch.exchange, group, self.interpret)
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            """Computes S = Q K^T and dP = dO V^T, and from them (dS, g of each direct gradient), each [rows, keys]
-            float32, where g = p * (dP - delta) * d mod / d load. It waits for K, V and the staged tile, and frees the
-            slot of the values.
+            """Computes S = Q K^T and dP = dO V^T, and from them (dS, the cotangents of the values that the load of each
+            direct gradient read), each [rows, keys] float32 (`Probabilities.cotangent` and `load_cotangent`). It waits
+            for K, V and the staged tile, and frees the slot of the values.
 
             s_acc, dp_acc   accumulators for S and dP, 0 at the start
             """

@@ -149,8 +149,8 @@ def backward_fused(
     lists: VisitLists[jax.Array],
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dQ, dK, dV), dQ and dK times scale, in the shapes of the padded queries, keys and values, by the fused kernel:
-    one CTA for each tile of FUSED_KEYS keys of each key head.
+    """(dQ, dK, dV), dQ and dK times scale, in the shapes and dtypes of the padded queries, keys and values, by the fused
+    kernel: one CTA for each tile of FUSED_KEYS keys of each key head.
 
     call     plan, programs and padded arrays of the call
     lists    the block lists of each key block
@@ -170,8 +170,8 @@ def backward_fused(
     setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The fused kernel: runs one warpgroup of a CTA, a computing one, the copying one, or the one that adds dQ
-        tiles to memory.
+        """The fused kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing
+        one, the copying one, or the one that adds dQ tiles to memory.
         """
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
@@ -278,8 +278,8 @@ class _Cta:
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it, each once its
-            slot is free; `masked` is not read.
+            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it: of query tile
+            `q_tile` of head `h`, to the slots of the running number `number`, once each is free; `masked` is not read.
             """
             self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
 
@@ -302,8 +302,8 @@ class _Cta:
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Adds the dQ tile of one visit to memory (`add_dq_tile`), as `FusedVisits.each` calls it; `masked` is not
-            read.
+            """Adds the dQ tile of one visit to memory (`add_dq_tile`), as `FusedVisits.each` calls it. The tile is in the
+            slot of the running number `number` or, where dQ is late, of the next one; `masked` is not read.
             """
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 
@@ -444,8 +444,8 @@ class _ComputingWarpgroup:
             """
 
             def step(rows: RowMath, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-                """Adds one visit to dK and dV and hands over a dQ tile (`visit`), as `FusedVisits.each` calls it;
-                `rows` is P and dS of this warpgroup's keys for head h.
+                """Adds one visit to dK and dV and hands over a dQ tile, as `FusedVisits.each` calls it. `rows` is the
+                RowMath of this warpgroup's keys for head h; the other arguments are those of `visit`.
                 """
                 self.visit(rows, q_tile, number, masked, dk_acc, dv_acc)
 

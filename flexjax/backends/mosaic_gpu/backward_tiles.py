@@ -78,8 +78,8 @@ def splits_dkv(plan: KernelPlan) -> bool:
 def computes_little(plan: KernelPlan) -> bool:
     """Whether the mods leave registers for visited tiles of 128 queries or keys.
 
-    They do for inputs of 16 bits without a score_mod and dropout, and with a mask_mod that divides no tile of integers
-    (`patterns.divides_tiles`).
+    They do for inputs of 16 bits without a score_mod and without dropout, if there is no mask_mod or one that divides no
+    tile of integers (`patterns.divides_tiles`).
     """
     if parts_of(plan) > 1:
         return False

@@ -134,7 +134,7 @@ class _OneLoad(typing.NamedTuple):
 
     @property
     def load(self) -> ir.Load:
-        """The load."""
+        """The load: the read of the captured array, the step of the derivative program that `load_number` names."""
         return gradient_loads(self.derivative)[self.load_number]
 
     def kernel(self, shape: ListShape, sink: Sink, dtype: jax.typing.DTypeLike = jnp.float32) -> CaptureKernel:

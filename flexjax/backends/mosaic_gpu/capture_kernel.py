@@ -182,7 +182,7 @@ class CaptureKernel:
     # ------------------------------------------------------------- tile coordinates
 
     def steps(self, lists: TileLists[Ref], list_number: Scalar) -> Scalar:
-        """How many visits the list with number `list_number` has, its repeats included, an int32 scalar."""
+        """How many visits the list with number `list_number` has, its repeats included, an int32 scalar, read from `lists`."""
         batch, heads = self.shape.repeats
         return lists.count[list_number] * (batch * heads)
 
@@ -244,8 +244,8 @@ class CaptureKernel:
         b, h            batch entry and query head
         row0, column0   first query and first key of the part
 
-        Where tiles reach past the ends of the attention matrix, indices are clamped to the array; otherwise they are as
-        the program gives them. The index must depend on the query or the key.
+        Where tiles reach past the ends of the attention matrix, the indices of dimensions that depend on the query or the
+        key are clamped to the array; all others are as the program gives them. At least one must depend on either.
         """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
@@ -321,7 +321,9 @@ class CaptureKernel:
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-            """The kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
+            """The kernel on the Refs `inputs`, `outputs` and `scratch`: finds the list of this CTA, of those with most visits first,
+            and runs the calling warpgroup, a computing one or, as the last of them, the copying one.
+            """
             group = lax.axis_index("wg")
             list_number = inputs.order[lax.axis_index("program")]
             steps = self.steps(inputs.lists, list_number)
@@ -385,7 +387,9 @@ class ListCta:
         return self.kernel.plan.options.interpret
 
     def visit(self, i: Scalar | int) -> Visit:
-        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
+        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list, and tile 0 of the
+        list's first head if the list is empty.
+        """
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def clear(self, group: Scalar | int) -> None:
@@ -556,7 +560,8 @@ class _Cta(TileCta):
         return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
-        """Computes S = Q K^T and dP = dO V^T of one part of a tile by WGMMAs, and from them g, [ROWS, ROWS] float32.
+        """Computes S = Q K^T and dP = dO V^T of one part of a tile by WGMMAs, and from them g, [ROWS, ROWS] float32, as
+        `Probabilities.load_cotangent` gives it, with dropout and, where both passes round the weights, rounded weights.
 
         s_acc, dp_acc   accumulators for S and dP, 0 at the start
         tile            the part, from whose scores P is computed

@@ -219,9 +219,12 @@ def tile_lists(
 def _diagonals(
     plan: KernelPlan, shape: ListShape, row: jax.Array, column: jax.Array, starts: Starts | None
 ) -> jax.Array:
-    """The number of the list of each tile (row, column), for lists of diagonals.
+    """The number of the list of each tile, in the shape of `row`, for lists of diagonals: diagonals count from 0 for the tile of the
+    first row and the last column, of the call or, with `shape.whole`, of the whole problem; with a period each diagonal has
+    `period` lists, one for each row modulo it.
 
-    starts   of the runs of an origin; read if `shape.whole` is given
+    row, column   of each tile in the call, int32
+    starts        of the runs of an origin; read if `shape.whole` is given
     """
     if shape.whole is None:
         return (row - column + shape.columns - 1) * shape.period + row % shape.period

@@ -29,6 +29,7 @@ def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> 
     """Launches the kernel of a card with one CTA for each list, the longest lists first; returns what it wrote:
     `Outputs.sums`, None for SCATTER on the device, which adds to `inputs.words`.
 
+    kernel   what is known at compile time: the load, the shape of the lists, the sink
     card     whose mma.sync kernel runs: it says how tiles are copied and how many slots fit
     inputs   the operands
     """
@@ -36,7 +37,9 @@ def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> 
     slots = capture_tiles.mma_slots(plan, card)
 
     def run(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: MmaScratch[Ref]) -> None:
-        """The kernel: finds the list of this CTA and runs the calling warpgroup (`_Cta.compute`)."""
+        """The kernel on the Refs `inputs`, `outputs` and `scratch`: finds the list of this CTA, of those with most visits first, and
+        runs the calling warpgroup (`_Cta.compute`).
+        """
         list_number = inputs.order[lax.axis_index("program")]
         steps = kernel.steps(inputs.lists, list_number)
         copies = Copies(card.copying, groups, plan.options.interpret, scratch.meeting)
@@ -141,7 +144,8 @@ class _Cta:
         self, tile: ColumnMath, q_slot: Scalar, k_slot: Scalar, lse2: jax.Array, delta: jax.Array
     ) -> jax.Array:
         """Computes S = Q K^T and dP = dO V^T of one part of a tile from shared memory, and from them g, [ROWS,
-        part_keys] float32. The tiles must have arrived (`wait`).
+        part_keys] float32, as `Probabilities.load_cotangent` gives it, with dropout and, where both passes round the
+        weights, rounded weights. The tiles must have arrived (`wait`).
 
         tile             the part, from whose scores P is computed
         q_slot, k_slot   slots of the tile's queries and of the part's keys

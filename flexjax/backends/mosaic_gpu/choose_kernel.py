@@ -168,11 +168,12 @@ def many_in_pages(plan: KernelPlan) -> bool:
 
 
 def reads_pages(plan: KernelPlan) -> bool:
-    """Whether the forward kernel for Hopper runs a plan with keys in pages and reads the pages in place (forward_pages.py).
+    """Whether the forward kernel for Hopper runs a plan with keys in pages and reads the pages in place (forward_pages.py). Callers ask
+    it only where the kernels for Hopper run (`mma_card` is None); those on mma.sync never read pages in place.
 
     False for plans without pages or with few queries, which the decode kernel runs (`many_in_pages`). Also False if keys have 8 bits
-    or are float32, if TMA cannot copy the pages, and if two CTAs share the columns of the head dims: the keys are then gathered
-    before the forward kernel starts.
+    or are float32, if pages are no multiple of 8 keys, which TMA needs, and if two CTAs share the columns of the head dims: the keys
+    are then gathered before the forward kernel starts.
     """
     plain = plan.cache_dtype is None and parts_of(plan) == 1 and ctas_of(plan) == 1
     return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0

@@ -32,6 +32,7 @@ class ByteScores(ItemConsumer):
 
         program   score_mod or mask_mod for packed rows (ir/fold_heads.py): its h is the key head, its q the packed row
         refs      its captured arrays
+        item      whose batch entry and key head the program gets
         """
         if program is None:
             return None
@@ -82,11 +83,12 @@ class ByteScores(ItemConsumer):
     def final_scores(
         self, s: jax.Array, programs: Programs, item: DecodeItem, number: Scalar, start: Scalar
     ) -> jax.Array:
-        """The scores after score_mod in the unit of references, [block_kv, columns] float32: -inf where the mask hides them, past the end
-        of the keys, and, in a last tile that begins earlier than its number says (`DecodeItems.start`), at keys of the tile before it.
+        """The scores after score_mod, [block_kv, columns] float32, as the softmax of a warp takes them: times log2(e), unless
+        `large_scores`. They are -inf where mask_mod hides them, at keys from `item.end` on, and, in a last tile that begins earlier
+        than its number says (`DecodeItems.start`), at keys that belong to the tile before it.
 
-        s          K Q^T with the scales of keys, without the plan's scale
-        programs   of `at_item`; this method computes their vectors
+        s          K Q^T with the scales of keys, without the plan's scale, [block_kv, columns] float32
+        programs   score_mod and mask_mod from `at_item`; their vectors are computed here
         item       the work item
         number     of the key tile
         start      first key in its slot

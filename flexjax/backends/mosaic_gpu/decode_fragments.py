@@ -43,19 +43,21 @@ Word = typing.Any
 
 
 class Ops(typing.Protocol):
-    """Operations on the values of one thread."""
+    """Operations on the values of one thread. `dtype` is "bfloat16" or "float16", the 16-bit dtype of the products; a word of two
+    numbers has the first in its lower half; an int argument is a constant.
+    """
 
     @property
     def thread(self) -> Word:
-        """The number of the thread in its warpgroup."""
+        """The number of the thread in its warpgroup, 0 to 127."""
         ...
 
     def add(self, x: Word, y: Word | int) -> Word:
-        """x + y, integers."""
+        """x + y, integers of 32 bits."""
         ...
 
     def times(self, x: Word, factor: int) -> Word:
-        """x * factor, integers."""
+        """x * factor, integers of 32 bits; higher bits are lost."""
         ...
 
     def shift_right(self, x: Word, bits: int) -> Word:
@@ -75,15 +77,17 @@ class Ops(typing.Protocol):
         ...
 
     def permuted(self, x: Word, y: Word | int, selector: int) -> Word:
-        """The bytes of x (numbers 0 to 3) and of y (4 to 7) that the nibbles of `selector` name, lowest first."""
+        """A word of four of the bytes of x (numbers 0 to 3, lowest first) and y (4 to 7): its byte n is the one that hexadecimal digit n
+        of `selector`, counted from the lowest, names.
+        """
         ...
 
     def subtracted(self, x: Word, y: Word | int, dtype: str) -> Word:
-        """x - y for two numbers of the 16-bit dtype each."""
+        """x - y for each of the two numbers of the dtype in x and in y."""
         ...
 
     def multiplied(self, x: Word, y: int, dtype: str) -> Word:
-        """x * y for two numbers of the 16-bit dtype each."""
+        """x * y for each of the two numbers of the dtype in x and in y."""
         ...
 
     def packed(self, low: Word, high: Word, dtype: str) -> Word:
@@ -91,26 +95,26 @@ class Ops(typing.Protocol):
         ...
 
     def load(self, memory: typing.Any, offset: Word) -> list[Word]:
-        """The four words from byte `offset` of shared memory, a multiple of 16.
-
-        memory   the array, in the form in which this class takes it
-        """
+        """The four words from byte `offset`, a multiple of 16, of `memory`: a pointer or, in tests, an array of bytes."""
         ...
 
     def mma(self, sums: list[Word], left: list[Word], right: list[Word], dtype: str) -> list[Word]:
-        """sums + left @ right by one m16n8k16 of the warp: the four float32 words of the new sums.
+        """sums + left @ right, by m16n8k16, in which all threads of the warp take part: this thread's four float32.
 
-        sums          four float32 words
-        left, right   four and two words of two numbers of the 16-bit dtype
+        sums    this thread's four float32
+        left    its four words of the left operand
+        right   its two words of the right operand
         """
         ...
 
     def transposed(self, x: Word) -> Word:
-        """The 8 x 8 matrix of 16-bit numbers that a warp holds, transposed; lane 4g + t has columns 2t and 2t+1 of row g."""
+        """This thread's word of the transpose of the 8 x 8 matrix of 16-bit numbers that the threads of a warp hold in x: lane 4g + t
+        holds columns 2t and 2t+1 of row g, before and after.
+        """
         ...
 
     def exchanged(self, x: Word, distance: int) -> Word:
-        """x of the lane whose number differs by XOR with `distance`."""
+        """x of the lane of the warp whose number is this lane's number XOR `distance`."""
         ...
 
     def sum(self, x: Word, y: Word) -> Word:
@@ -194,10 +198,10 @@ def lanes_of(ops: Ops) -> Lanes:
 
 
 def query_words(ops: Ops, queries: typing.Any, columns: int, head_dim: int) -> list[Word]:
-    """The right operands of Q K^T that a thread holds: a list of words of two 16-bit numbers, two words for each `mma`, in the order in
-    which `scores` takes them.
+    """This thread's words of the right operands of K Q^T, in the order in which `scores` takes them: head_dim / 8 words for each eight
+    packed queries, two for each `mma`.
 
-    queries    [columns, head_dim] of a 16-bit dtype, row-major
+    queries    [columns, head_dim] of a 16-bit dtype, row-major, in shared or global memory
     columns    packed queries, a multiple of 8
     head_dim   a multiple of PIECE
     """
@@ -226,8 +230,8 @@ def scores(
     stored: str,
     dtype: str,
 ) -> dict[tuple[int, int], Word]:
-    """K Q^T of a tile, without scale: (row, column) as the first thread has them -> float32, for the elements of one thread; rows are keys,
-    columns packed queries.
+    """This thread's elements of S^T = K Q^T, [block_kv, columns]: (row, column) -> float32. The key of an element says where the first
+    thread of the warpgroup has it; the thread with warp, g and t (`Lanes`) has it 16 * warp + g rows and 2 t columns further on.
 
     keys       [block_kv, head_dim] bytes in shared memory, in swizzled pieces
     queries    of `query_words`
@@ -265,12 +269,14 @@ def scores(
 
 
 class Softmax(typing.NamedTuple):
-    """The weights of a tile and the state after it: (row, column) -> float32.
+    """The weights of a tile and the state after it, as one thread has them: (row, column), as for `scores`, -> float32. All are relative
+    to the keys of the thread's warp, whose softmax is its own.
 
-    weights   of every key
-    factor    by which sums of the tiles before are multiplied; rows 0 and 8 of one warp's keys, which are equal
-    top       references, -inf where nothing was visible; rows 0 and 8, which are equal
-    total     sums of the weights over the keys of the thread, relative to `top`; rows 0 and 8
+    weights   2^(score - reference) of each key, 0 where hidden
+    factor    by which sums of the tiles before are multiplied; in rows 0 and 8, which are equal
+    top       references, the largest score so far, -inf where nothing was visible; in rows 0 and 8, which are equal
+    total     sums of the weights so far relative to `top`; in rows 0 and 8, each over those keys that the thread has in that row, one
+              of the warp's 16 in every 64. `column_sums` adds them up
     """
 
     weights: dict[tuple[int, int], Word]
@@ -290,13 +296,11 @@ def softmax(
     total: dict[tuple[int, int], Word],
     unit: Word | None = None,
 ) -> Softmax:
-    """One step of the online softmax of each warp, over its own keys: the weights of a tile, and the state after it.
+    """One step of the online softmax of each warp, over its own keys; the lanes that share a column exchange their largest scores.
 
-    found        scores of the thread, (row, column) -> float32: powers of two, or scores with `unit` = log2(e); -inf where hidden
-    top, total   the state before; -inf and 0 at the start
-    unit         float32 by which differences of scores are multiplied to give powers of two; None: 1
-
-    A reference is the largest score so far; where all are -inf, weights are 0 and the reference stays -inf.
+    found        this thread's scores, as `scores` gives them, in powers of two, or by `unit` in another base; -inf where hidden
+    top, total   the state before (`Softmax`): -inf and 0 at first
+    unit         float32 by which differences of scores are multiplied before 2^x; None: 1
     """
     power = lambda x: ops.power(x if unit is None else ops.product(x, unit))
     weights: dict[tuple[int, int], Word] = {}
@@ -335,16 +339,18 @@ def add_values(
     stored: str,
     dtype: str,
 ) -> dict[tuple[int, int], Word]:
-    """out * factor + V^T P^T: (64 (8 p + m) + 8 h, column) -> the sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1.
+    """This thread's elements of O^T = out * factor + V^T P^T, sums over the keys of its warp alone: (64 (8 p + m) + 8 h, column) -> the
+    float32 sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1, for packed query column + 2 t.
 
-    values              [block_kv, value_dim] bytes in shared memory, in swizzled pieces
-    weights             of every key, float32, which are rounded to `dtype`
-    factor              of `softmax`, rows 0 and 8
-    out                 the sums of the tiles before, with the keys of the result
-    block_kv, columns   keys of the tile and packed queries, multiples of 64 and of 8
-    value_dim           a multiple of PIECE
-    stored              dtype of the bytes, "int8" or "float8_e4m3fn"
-    dtype               16-bit dtype of the products
+    values      [block_kv, value_dim] bytes in shared memory, in swizzled pieces
+    weights     of every key, float32 (`Softmax`), rounded here to `dtype`
+    factor      of `Softmax`, in rows 0 and 8
+    out         the sums of the tiles before, with the same keys as the result
+    block_kv    keys of the tile, a multiple of 64
+    columns     packed queries, a multiple of 8
+    value_dim   a multiple of PIECE
+    stored      dtype of the bytes, "int8" or "float8_e4m3fn"
+    dtype       16-bit dtype of the product
     """
     warp, g, t = lanes_of(ops)
     pieces = value_dim // PIECE

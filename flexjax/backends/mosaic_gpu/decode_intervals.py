@@ -71,8 +71,8 @@ def bounds_of(program: Program) -> tuple[Bound, ...] | None:
 
 
 def _slope(atom: Atom) -> int | None:
-    """By how much the value of an int32 atom grows from a key to the next; None where that is not the same for all keys,
-    and for other dtypes.
+    """By how much the value of an int32 atom grows from a key to the next; None where that is not known to be the same for
+    all keys, and for other dtypes.
     """
     if atom.dtype != "int32":
         return None
@@ -85,7 +85,8 @@ def _slope(atom: Atom) -> int | None:
 def has_interval(plan: KernelPlan) -> bool:
     """Whether the mask of a plan is known to show every query one run of keys, by the form of its program (`bounds_of`).
 
-    False without a mask, and with user lists, because these may hide blocks that the mask program shows.
+    False without a mask, and with user lists, because these may hide blocks that the mask program shows. Where it is
+    True, the decode kernels visit keys by `visible_interval` and do not read the block lists.
     """
     user_lists = plan.blocks is not None and plan.blocks.from_user_lists
     return plan.mask is not None and not user_lists and bounds_of(plan.mask) is not None
@@ -93,10 +94,12 @@ def has_interval(plan: KernelPlan) -> bool:
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
     """(first, end), int32 [B] each: the queries of a batch entry see no key before `first` and none from `end` on, both
-    counted from 0 in the arrays of the call. No query of the entry sees a key if both are 0. `first` is None if it is 0
-    for every entry.
+    counted from 0 in the arrays of the call. They are the bounds over all queries and heads of the entry; a query may see
+    less. If `end` is 0, no query of the entry sees a key. `first` is None, which stands for 0, if no comparison bounds
+    kv from below.
 
     plan            one for which `has_interval` is True
+    operands        of the call, of which the arrays that mask_mod captured and the origin are read
     query_lengths   int32 [B]: how many queries of each entry exist; None: all
     """
     program = plan.mask
@@ -112,9 +115,7 @@ def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array 
     at = [jnp.broadcast_to(x, shape).reshape(-1) for x in (b, h, query_positions(*placed, b, row))]
 
     def value(atom: Atom) -> Array:
-        """The value of an int32 atom at key 0 for every batch entry, head and query: [B, heads, T], clipped to half of UNBOUNDED in
-        magnitude.
-        """
+        """The value of an atom of the mask program at position 0 of kv, [B, heads or 1, T] int32, clipped to half of UNBOUNDED."""
         single = with_results(program, (atom,))
         zero = jnp.int32(0)
         found = jax.vmap(lambda b, h, q: call_program(single, operands.mask_captures, (b, h, q, zero)))(*at)

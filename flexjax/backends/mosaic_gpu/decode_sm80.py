@@ -21,7 +21,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
     """Runs the decode kernel on mma.sync and merges its partial results: out, lse and, where the plan wants them, row maxima (else
     None), in the plan's layout.
 
-    tile   from `choose_kernel.mma_decode_kernel`; its number of CTAs may differ
+    plan, operands   of the call, with the blocks and block lists of the user's block mask
+    tile             from `choose_kernel.mma_decode_kernel`; its number of CTAs may differ
 
     `support.refuses` and `mma_decode_refuses` must have answered None.
     """

@@ -86,8 +86,9 @@ class MmaDecodeConsumer(ItemConsumer):
         lax.fori_loop(i32(0), items.turns(work), compute_item, None)
 
     def compute_item(self, item: DecodeItem) -> None:
-        """Runs the steps of a work item and writes its partial result. An item without steps, of a batch entry that sees no key, copies
-        nothing.
+        """Runs the steps of a work item and writes its partial result to `outputs`: the sums of P V, and references and sums of
+        exponentials, of the packed rows that exist. An item without steps, of a batch entry that sees no key, copies nothing; its
+        result is that of no visible key.
         """
         setup, tile = self.setup, self.tile
         programs = Programs(
@@ -173,8 +174,9 @@ class MmaDecodeConsumer(ItemConsumer):
     # ----------------------------------------------------------------- copies
 
     def begin(self, item: DecodeItem) -> tuple[KeyTile, ...]:
-        """Begins the copies of an item that has steps: of the packed queries, and of as many tiles as the rings hold. Returns the tiles of
-        its first steps, `stages` and one more.
+        """Waits until all threads have read the tiles of the item before, and begins the copies of an item that has steps: of the packed
+        queries, of the keys of its first `stages` steps, and of the values of all of these steps but the last. Returns the tiles of its
+        first `stages` + 1 steps, for the first carry.
         """
         stages = self.tile.stages
         tiles = tuple(self.key_tile(item, i32(n)) for n in range(stages + 1))
@@ -188,8 +190,8 @@ class MmaDecodeConsumer(ItemConsumer):
         return tiles
 
     def next_values(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the keys of step n of the item, then begins to copy the values of its step n + stages - 1 into the slot that step n - 1
-        has read.
+        """Waits for the keys of step n, at a barrier of all threads, and begins to copy the values of step n + stages - 1 into the slot
+        that step n - 1 has read. Called in every step before S is computed; the caller calls `next_keys` after it.
 
         tiles   of step n and the next `stages`
         """
@@ -197,8 +199,8 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages - 1, tiles[-2], "value")
 
     def next_keys(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the values of step n of the item, then begins to copy the keys of its step n + stages into the slot that step n has
-        read. Called after S of step n is computed.
+        """Waits for the values of step n, at a barrier of all threads, and begins to copy the keys of step n + stages into the slot that
+        step n has read. Called in every step after S is computed, before the values are read.
 
         tiles   of step n and the next `stages`
         """
@@ -210,13 +212,16 @@ class MmaDecodeConsumer(ItemConsumer):
         slot may then be overwritten. Called at the two places of a step that the top of this file names, and nowhere else, because groups
         of cp.async are counted.
 
-        full   the barriers of the ring; None with cp.async
+        full   the barriers of the ring of keys or of values; None with cp.async, where the group that was committed 2 * stages - 2 groups
+               before the newest is waited for
         """
         stages = self.tile.stages
         self.copies.wait(None if full is None else full.at[slot_of(n, stages)], 2 * stages - 2)
 
     def key_tile(self, item: DecodeItem, n: Scalar) -> KeyTile:
-        """The key tile of step n of the item; that of the last step for a step past it."""
+        """The key tile of step n of the item, read from the work items and the pages in global memory; that of the last step for a step
+        past it.
+        """
         setup, tile = self.setup, self.tile
         n = lax.max(lax.min(n, item.total - 1), i32(0))
         number = setup.items.tile_number(self.inputs.work, item, n)
@@ -228,7 +233,8 @@ class MmaDecodeConsumer(ItemConsumer):
         return KeyTile(number, start, tuple(self.inputs.pages[item.b, lax.min(part, most)] for part in parts))
 
     def _copy_queries(self, item: DecodeItem, target: Ref) -> None:
-        """Begins to copy the packed queries of the item, as a part of the first group; rows past the last become zeros.
+        """Begins to copy the packed queries of the item, as a part of the group of copies that the first keys end; rows past the last
+        become zeros.
 
         target   [ROWS, D] in shared memory
         """
@@ -237,7 +243,8 @@ class MmaDecodeConsumer(ItemConsumer):
         self.copies.start(source, target, arrived, i32(self.tile.used_rows))
 
     def _copy(self, item: DecodeItem, n: Scalar, tile: KeyTile, ring: str) -> None:
-        """Begins to copy the keys or values of step n, as a group; an empty one where the item has no step n.
+        """Begins to copy the keys or values of step n to their slot, which must be free, and ends a group of copies; the group is empty
+        where the item has no step n.
 
         tile   of that step
         ring   "key" or "value"

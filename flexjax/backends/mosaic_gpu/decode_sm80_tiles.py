@@ -48,13 +48,15 @@ class MmaDecodeTile(DecodeTile):
 
     @property
     def stored_rows(self) -> int:
-        """Packed rows of each key head in global memory: `columns` where the tile is `transposed`, whose threads read all of these; else as
-        in DecodeTile.
+        """Packed rows of each key head in global memory: where the tile is `transposed`, the `columns` that threads read; otherwise
+        `used_rows`, rounded up to a multiple of 8 if they are more than 8.
         """
         return self.columns if self.transposed else super().stored_rows
 
     def resident_ctas(self, card: Card) -> int:
-        """How many CTAs an SM of the card holds; 0 where one does not fit."""
+        """How many CTAs with this configuration an SM of the card holds, each of one warpgroup and 255 registers a thread; 0 where one
+        does not fit the shared memory of a CTA.
+        """
         return card.ctas(scratch_bytes(mma_decode_scratch(self)), WARPGROUP)
 
 
@@ -85,7 +87,9 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 def mma_decode_scratch(tile: MmaDecodeTile, dtype: str = "bfloat16") -> MmaDecodeScratch:
     """The shared memory of a CTA with the configuration `tile`, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype   of the products, two bytes
+    dtype   name of the dtype of the products, of 16 bits; its choice does not change the bytes
+
+    The barriers of key and value slots expect one arrival for each part of a tile (`tile.copies`), that of the queries one.
     """
     ring = None if tile.copying == "cp.async" else Barriers(tile.stages, arrivals=tile.copies)
     straight = tile.transposed
@@ -128,12 +132,16 @@ def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
 
 
 def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
-    """The configuration that runs a plan on a card, the first of `_candidates`. `mma_decode_refuses` must have answered None for both."""
+    """The best configuration that fits the card (`_candidates`), for a plan that `mma_decode_refuses` does not refuse; IndexError for
+    others.
+    """
     return _candidates(plan, card)[0]
 
 
 def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
-    """The configurations that fit the card, the expected best first.
+    """The configurations that fit the card, the expected best first; empty if none fit. They have 128, 64 or 32 keys a tile and
+    MOST_STAGES to 1 slots in each ring: 128 keys only where keys and values of a tile take at most TILE_BYTES, 32 not where the tile is
+    `transposed`.
 
     An SM should hold two CTAs, because one multiplies while the other does its softmax and one begins a work item while the other is in
     the middle of its own; each should have two slots in its rings, so that a tile is copied while another is multiplied. Then come the
