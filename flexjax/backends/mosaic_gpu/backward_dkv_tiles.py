@@ -86,7 +86,9 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scratch[Description]:
     """The shared memory of a CTA of the dK/dV kernel with these sizes.
 
-    bias   says which array is staged
+    plan    of the call, with extra features joined to the head dim or apart: the result is the same
+    tiles   sizes of the kernel
+    bias    says which array is staged
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
     for each copy: one copy for each part of an operand (float_parts.py); at `query_full` also one for the statistics
@@ -115,6 +117,7 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTiles:
     """The sizes of the dK/dV kernel for head dims up to 128; an array is staged only if its tiles fit shared memory.
 
+    plan   of the call, with extra features joined to the head dim or apart: the result is the same
     bias   says which array is staged
 
     The CTA owns block_kv_bwd keys, by default 128, or 64 where 128 does not divide the mask's blocks; 64 of them for each
@@ -184,7 +187,8 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of a CTA of the split dK/dV kernel with the ring depths of `tiles`.
+    """The shared memory of a CTA of the split dK/dV kernel with the ring depths of `tiles`, for the padded columns, parts and dtype
+    of `plan`.
 
     Each barrier of `own_full` expects parts + 1 arrivals: those for K and V one of each copy and one of the copying
     warpgroup; the last one an arrival of the dV warpgroup and `parts` of the dK warpgroup. Barriers of full slots
@@ -212,7 +216,7 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
-    """The sizes of the split dK/dV kernel: the first of these rows that fits shared memory.
+    """The sizes of the split dK/dV kernel for a plan (one for which `splits_dkv`): the first of these rows that fits shared memory.
 
         Q slots   dO slots   P slots   queries of a tile
         2         2          2         SPLIT_QUERIES

@@ -101,7 +101,9 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratch[Description]:
     """The shared memory of a CTA of the dQ kernel with these sizes.
 
-    bias   says which array is staged and which direct gradients leave through shared memory
+    plan    of the call, with extra features joined to the head dim or apart: the result is the same
+    tiles   sizes of the kernel
+    bias    says which array is staged and which direct gradients leave through shared memory
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
     for each copy: of each part of K or V (float_parts.py), of a staged tile one. Those of free slots expect one of each
@@ -136,6 +138,7 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     """Sizes of the dQ kernel that fit shared memory less MARGIN, the best first; empty if none fit.
 
+    plan   of the call, with extra features joined to the head dim or apart: the result is the same
     bias   dtypes of the staged array and of the direct gradients, and how many batch entries a CTA takes
 
     The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's blocks. It visits 128

@@ -88,7 +88,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
-    """The shared memory of a CTA of the fused kernel with the sizes of `tiles`.
+    """The shared memory of a CTA of the fused kernel with the sizes of `tiles`, for the padded head dims and the dtype of `plan`.
 
     Q, K and dS^T are swizzled over the bytes of the dQ columns of one computing warpgroup, at most 128, the rest over
     the default. Barriers of copies expect one arrival, or two for Q with its statistics and for K with V; `ds_ready`,

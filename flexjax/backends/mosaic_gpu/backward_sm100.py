@@ -148,6 +148,7 @@ def _launch(
 ) -> Outputs[jax.Array]:
     """Launches the kernel and returns what it wrote.
 
+    plan       with extra features joined to the head dim
     kernel     function of the Refs (inputs, outputs, scratch)
     inputs     arrays
     outputs    shapes and dtypes of the results; if it has `second`, tensor memory has the sums of two gradients, else of one

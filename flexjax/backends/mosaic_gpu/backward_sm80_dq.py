@@ -103,8 +103,8 @@ class _Cta(VisitingCta):
         self.visited.begin((tokens.query, tokens.d_out), h, self.own_start, plan.q_len, sequence.first())
 
         def step(rows: RowMath, visit: VisitNow, dq: jax.Array) -> jax.Array:
-            """dQ after one more visit: `add_visit` with this warpgroup's row statistics, in the form in which
-            `VisitSequence.each` calls it.
+            """dQ after one more visit, as `VisitSequence.each` calls it: `add_visit` with this warpgroup's row statistics. `rows` is the
+            RowMath of its queries, `dq` the sum before the visit.
             """
             return self.add_visit(rows, visit, dq, lse2, delta)
 

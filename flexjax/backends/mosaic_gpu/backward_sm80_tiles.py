@@ -73,8 +73,9 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def scratch(plan: KernelPlan, tiles: Tiles) -> Scratch[Description]:
-    """The shared memory of a CTA of either kernel with the sizes of `tiles`. The barriers of TMA expect two arrivals of
-    each warpgroup, because every warpgroup copies its share of both tiles of a slot.
+    """The shared memory of a CTA of either kernel with the sizes of `tiles`, for the padded head dims and the dtype of
+    `plan`. The barriers of TMA expect two arrivals of each warpgroup, because every warpgroup copies its share of both
+    tiles of a slot.
     """
     dim, value_dim = padded_dims(plan)
     arrivals = 2 * tiles.groups

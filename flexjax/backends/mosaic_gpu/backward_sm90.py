@@ -114,6 +114,7 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
     """The gradient of the sinks, [N], in their dtype: d sink_n = sum over batch entries and rows of
     exp(sink_n - lse) * (d_lse - rowsum(dO * O)).
 
+    plan    of the call; only whether its scores may be large is read
     sinks   [N]
     stats   [B, N, 2, T'] row statistics (row_statistics.py), whose delta is rowsum(dO * O) - d_lse. Their lse2 is lse
             itself where scores may be large

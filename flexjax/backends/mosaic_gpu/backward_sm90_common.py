@@ -61,8 +61,8 @@ Operand = Ref | jax.Array | tuple[Ref, ...] | tuple[jax.Array, ...]
 
 
 def whole_len(plan: KernelPlan, axis: str) -> int:
-    """The tokens of an axis, "q" or "kv", rounded up to whole blocks of the mask and then to a multiple of 256: every tile that a
-    kernel visits lies within them.
+    """The tokens of an axis of the plan, "q" or "kv", rounded up to whole blocks of the mask and then to a multiple of 256: every tile
+    that a kernel visits lies within them.
     """
     length = plan.q_len if axis == "q" else plan.kv_len
     if plan.blocks is not None:
@@ -127,7 +127,8 @@ class Captures(typing.NamedTuple, typing.Generic[Part]):
 def statistics_of(
     tokens: Tokens[Ref], b: Scalar, head: Scalar, first: Scalar, count: int, layout: object
 ) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: lse2 and delta, [count] float32, of the queries from number `first` on of one query head, read from global memory.
+    """In a kernel: (lse2, delta), each [count] float32, of the queries from number `first` on of query head `head` of batch entry `b`,
+    read from `tokens.stats` in global memory.
 
     layout   in registers: ALONG_ROWS or ALONG_COLUMNS
     """
@@ -274,8 +275,8 @@ class Products:
         _store(acc, total)
 
     def read(self, acc: Ref, in_flight: int = 0) -> jax.Array:
-        """The value of an accumulator, once all products into it are finished. It waits until at most `in_flight`
-        products of this warpgroup are unfinished, so the caller gives how many were started after the accumulator's
+        """The value of the accumulator `acc`, float32 in registers, once all products into it are finished. It waits until at most
+        `in_flight` products of this warpgroup are unfinished, so the caller gives how many were started after the accumulator's
         last one.
         """
         return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=self._wgmmas(in_flight))

@@ -302,8 +302,9 @@ class _Cta:
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Adds the dQ tile of one visit to memory (`add_dq_tile`), as `FusedVisits.each` calls it. The tile is in the
-            slot of the running number `number` or, where dQ is late, of the next one; `masked` is not read.
+            """Adds the dQ tile of one visit to query tile `q_tile` of head `h` in memory (`add_dq_tile`), as
+            `FusedVisits.each` calls it. The tile is in the slot of the running number `number` or, where dQ is late, of
+            the next one; `masked` is not read.
             """
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 

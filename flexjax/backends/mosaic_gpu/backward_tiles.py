@@ -53,7 +53,7 @@ def padded_dim(dim: int) -> int:
 
 def padded_dims(plan: KernelPlan) -> tuple[int, int]:
     """The padded columns of a CTA (D of queries and keys, extra features included; E of values): of the head dims, or of their parts
-    where the CTAs of a cluster share the columns (columns.py).
+    where the CTAs of a cluster share the columns (columns.py). Extra features may be joined to the head dim in `plan` or apart.
     """
     ctas = ctas_of(plan)
     return padded_dim(columns_of(plan.head_dim + plan.extra_dim, ctas)), padded_dim(columns_of(plan.value_dim, ctas))

@@ -298,7 +298,7 @@ def _run(
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
-    """dtype of the sums of the tile load with number `load_number` among `gradient_loads(derivative)`: that of the
+    """The dtype of the sums of the tile load with number `load_number` among `gradient_loads(derivative)`: that of the
     captured array where the sums are its whole gradient, else float32.
 
     The sums are the whole gradient if there is no origin, no other load with a gradient reads the array, and each index
@@ -341,6 +341,7 @@ def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) 
     """After how many tiles along a diagonal the load's index is proven to repeat (`invariant`), the least such number,
     at least 1. 0 if no number up to the limit is proven, and under an origin of several runs.
 
+    plan         of the call, whose lengths give the number of tiles of a head
     derivative   the program of the load
     tile         queries of a tile, which is square
 

@@ -124,7 +124,9 @@ def shape_for(
 ) -> ListShape:
     """The shape of the lists for a load of class `kind`: which heads are joined, and how many lists there are.
 
-    tile     queries, and keys, of a tile
+    plan     of the call; its batch, heads, lengths and block layout are read
+    kind     load class: ir.SCALAR, ROW, COLUMN, DIAGONAL or TILE
+    tile     queries, and keys, of a tile, which divides the mask's blocks
     shared   (whether batch entries, whether heads share the elements that the load reads)
     period   of a diagonal, in tiles (shift_invariance.py)
     whole    (rows, columns) of tiles of the whole problem, if lists are to be for its diagonals (`whole_tiles`)
@@ -177,6 +179,7 @@ def tile_lists(
     """Makes the lists of tiles for one launch of the capture kernel, as int32 arrays; on the host if the block lists
     are known, else in the caller's program.
 
+    plan     of the call
     lists    the block lists of the call; None: every tile is visited
     shape    from `shape_for`
     starts   of the runs of an origin; read if `shape.whole` says that the diagonals are those of the whole problem

@@ -81,6 +81,7 @@ def add_at(
 
     operands     of the call: other captured arrays and the origin, from which indices may be computed
     derivative   the program of the load, which computes its index
+    load         the load, of a wanted array
     sums         [b, h, ...] from `capture_gradients._load_sums`
     total        float32, in the shape of the captured array
 

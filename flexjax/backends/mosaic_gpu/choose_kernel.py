@@ -315,7 +315,7 @@ def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
 
 
 def _load_kinds(plan: KernelPlan) -> set[str]:
-    """The load classes ("scalar", "row", "column", "diagonal", "tile"; `ir.classify_load`) of score_mod's loads of
+    """The set of load classes ("scalar", "row", "column", "diagonal", "tile"; `ir.classify_load`) of score_mod's loads of
     captured arrays; empty without a score_mod.
     """
     return set() if plan.score is None else {ir.classify_load(load).kind for load in plan.score.loads}

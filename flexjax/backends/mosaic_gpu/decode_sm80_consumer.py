@@ -190,8 +190,8 @@ class MmaDecodeConsumer(ItemConsumer):
         return tiles
 
     def next_values(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the keys of step n, at a barrier of all threads, and begins to copy the values of step n + stages - 1 into the slot
-        that step n - 1 has read. Called in every step before S is computed; the caller calls `next_keys` after it.
+        """Waits for the keys of step n of the item, at a barrier of all threads, and begins to copy the values of step n + stages - 1 into
+        the slot that step n - 1 has read. Called in every step before S is computed; the caller calls `next_keys` after it.
 
         tiles   of step n and the next `stages`
         """
@@ -199,8 +199,8 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages - 1, tiles[-2], "value")
 
     def next_keys(self, item: DecodeItem, n: Scalar, tiles: tuple[KeyTile, ...]) -> None:
-        """Waits for the values of step n, at a barrier of all threads, and begins to copy the keys of step n + stages into the slot that
-        step n has read. Called in every step after S is computed, before the values are read.
+        """Waits for the values of step n of the item, at a barrier of all threads, and begins to copy the keys of step n + stages into the
+        slot that step n has read. Called in every step after S is computed, before the values are read.
 
         tiles   of step n and the next `stages`
         """
