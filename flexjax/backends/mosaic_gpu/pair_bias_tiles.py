@@ -81,8 +81,9 @@ class Staging:
         plgpu.copy_gmem_to_smem(tile, slot, full)
 
     def copy(self, ring: StagedRing[Ref], source: Ref, q0: Scalar, kv0: Scalar, number: Scalar) -> None:
-        """In the copying warpgroup: starts the copy of one tile into its slot of the ring, once that slot is free.
+        """In the copying warpgroup: waits until the slot of the tile in the ring is free, and starts the copy of the tile into it.
 
+        ring      the slots in shared memory with their barriers
         source    the matrix from `source`
         q0, kv0   first query and key of the tile
         number    running number of the tile

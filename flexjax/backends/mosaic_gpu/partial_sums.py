@@ -45,8 +45,8 @@ def first_cta(exchange: Exchange[Ref] | None) -> Scalar | bool:
 
 
 def in_first_cta(exchange: Exchange[Ref] | None, value: jax.Array) -> jax.Array:
-    """`value`, a vector or tile in registers, in the first CTA of a cluster, zeros in the other, so that a sum over
-    both CTAs contains it once; `value` itself without an exchange.
+    """`value`, a vector or tile in registers, in the first CTA of a cluster, `value` times 0 in the other, so that a sum over both CTAs
+    contains it once; `value` itself without an exchange.
     """
     return (
         value if exchange is None else value * jnp.where(lax.axis_index(COLUMNS) == 0, jnp.float32(1), jnp.float32(0))

@@ -265,9 +265,9 @@ class MosaicGpu:
     ) -> str | None:
         """Why the kernels cannot run the backward pass of this plan, in a sentence; None if they can.
 
-        Whatever the forward pass refuses is refused here too, for that reason; then head dims above LARGEST_BACKWARD_DIM, derivatives
-        of score_mod that the kernels cannot evaluate, and gradients of captured arrays that they cannot sum. Without a score_mod
-        nothing more is refused.
+        Keys in pages are refused, then whatever the forward pass refuses, for that reason; then head dims above LARGEST_BACKWARD_DIM,
+        derivatives of score_mod that the kernels cannot evaluate, and gradients of captured arrays that they cannot sum. Without a
+        score_mod nothing more is refused.
 
         wanted       which gradients the pass has to compute; only those of captured arrays matter
         derivative   score_mod with its derivatives, None for a call without a score_mod
@@ -315,8 +315,8 @@ class MosaicGpu:
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few, for a plan that `refuses` does not refuse: out, lse and,
-        where the plan wants them, row maxima (else None). Queries that do not exist get out 0 and lse -inf. For the forward kernel keys in
-        pages are gathered first, unless it reads them in place.
+        where the plan wants them, row maxima and what rounding took from out (else None). Queries that do not exist get out 0 and lse -inf.
+        For the forward kernel keys in pages are gathered first, unless it reads them in place.
 
         On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no result
         depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute capability.

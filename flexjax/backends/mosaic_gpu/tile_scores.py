@@ -11,7 +11,7 @@ f32 = np.float32
 
 
 def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_scores: bool, interpret: bool) -> Scaled:
-    """The scores of a tile: the score program applied to Q K^T, before any mask.
+    """The scores of a tile in the parts of Scaled: the score program applied to Q K^T, before any mask.
 
     program        at the rows and columns of the tile; None: there is no score_mod
     s              Q K^T, [rows, columns] float32 without scale
@@ -24,7 +24,7 @@ def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_sco
                          Scaled beside its tile. Of `column_slope` * c the part for c - c % PERIOD is added to the tile here, so the softmax
                          adds only the part for c % PERIOD
 
-    Where `tile` is the whole score, `factor` is 1. All other fields that are not named are None.
+    Where `tile` is the whole score, `factor` is 1. In the first two cases all other fields have their defaults.
     """
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
