@@ -98,10 +98,9 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
 
 
 def _refuses_origin(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin.
-
-    Refused are a block mask from user lists whose blocks the kernels of a pass cannot visit as they are, because they are no multiples of
-    64, or of 128 on tcgen05, and several runs of queries or keys that are no multiples of LARGEST_TILE long.
+    """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin. Refused are a block mask
+    from user lists whose blocks the kernels of a pass cannot visit as they are, because they are no multiples of 64, or of 128 on tcgen05,
+    and several runs of queries or keys that are no multiples of LARGEST_TILE long.
     """
     origin, blocks = plan.origin, plan.blocks
     if origin is None:
@@ -136,7 +135,6 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     """(queries, keys) of the mask blocks that the kernels of a pass (`backward` or forward) visit; (0, 0) for a plan without a block mask.
-
     For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the kernels on tcgen05
     may take others (`sm100_support.visited_blocks`).
     """
@@ -230,9 +228,7 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
-    """Why no tile of the forward kernel, or else of the backward kernels, satisfies the options and the block mask, in
-    a sentence; None if one does.
-    """
+    """Why no tile of the forward, or else of the backward kernels satisfies options and block mask, in a sentence; None if one does."""
     options = plan.options
     if not forward_tiles.forward_candidates(plan):
         asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
@@ -249,9 +245,8 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
 
 
 class MosaicGpu:
-    """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it.
-
-    `plan` is everything static about a call, `target` the device that the pass is lowered for.
+    """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it: `plan` is everything static about a call, `target`
+    the device that the pass is lowered for.
     """
 
     name = "mosaic_gpu"
@@ -297,11 +292,10 @@ class MosaicGpu:
         return describe_kernels.describe(*visited, plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
-
-        The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the shorter of
-        the two lists repeats its last. The first dict is what runs without options. Where the decode kernel runs, the
-        dicts have no sizes of the forward pass, because its bits may not depend on what is fastest.
+        """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots. The n-th dict pairs the
+        n-th candidate of the forward pass with the n-th of the backward pass; the shorter of the two lists repeats its last. The first dict
+        is what runs without options. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
+        depend on what is fastest.
         """
         card = choose_kernel.mma_card(target, plan.options)
         if card is not None:
@@ -316,10 +310,9 @@ class MosaicGpu:
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few, for a plan that `refuses` does not refuse: out, lse and,
         where the plan wants them, row maxima and what rounding took from out (else None). Queries that do not exist get out 0 and lse -inf.
-        For the forward kernel keys in pages are gathered first, unless it reads them in place.
-
-        On Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no result
-        depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute capability.
+        For the forward kernel keys in pages are gathered first, unless it reads them in place. On Hopper only the number of CTAs follows
+        from the target (REFERENCE_SMS where its number of cores is not known), and no result depends on it; the tile follows from the plan.
+        The tile of the kernel on mma.sync also follows from the compute capability.
         """
         from flexjax.backends.mosaic_gpu import (
             decode_sm80,
