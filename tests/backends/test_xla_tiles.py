@@ -177,6 +177,49 @@ def test_bits_of_a_row_do_not_depend_on_the_batch() -> None:
         np.testing.assert_array_equal(alone[0], together[entry])
 
 
+@pytest.mark.parametrize(
+    ("mask", "dtype", "size"),
+    some_slow(
+        [(mask, dtype, size) for mask in MASKS for dtype in ("float32", "bfloat16") for size in (2048, 2100)],
+        [("plain", "float32", 2100), ("causal", "bfloat16", 2048)],
+    ),
+)
+def test_lengths_end_anywhere_in_a_visit(mask: str, dtype: str, size: int) -> None:
+    """Visits of 1024 keys, then of 512 that the length may cut; NaN past a length is not read, and a request alone has the same bits."""
+    ends = array([0, 1, 511, 512, 513, 1023, 1024, 1025, 1536, 2047, 2048, size])
+    rng = np.random.default_rng(7)
+    make = lambda tokens, heads: rng.standard_normal((len(ends), tokens, heads, 16)).astype(np.float32)
+    q, k, v = make(1, 8), make(size, 2), make(size, 2)
+    past = np.arange(size) >= np.asarray(ends)[:, None]
+    rounded = [np.asarray(array(x, dtype), np.float64) for x in (q, k, v)]
+    scores = np.einsum("bngd,bsnd->bngs", rounded[0].reshape(-1, 2, 4, 16), rounded[1]) / 4
+    weights = np.where(past[:, None, None], 0, np.exp(scores))
+    total = weights.sum(-1, keepdims=True)
+    want = np.einsum("bngs,bsnd->bngd", weights / np.where(total, total, 1), rounded[2]).reshape(-1, 1, 8, 16)
+    k[past], v[past] = np.nan, np.nan
+    given = [array(x, dtype) for x in (q, k, v)]
+    attend = quick_jit(
+        lambda q, k, v, ends: flexjax.flex_attention(
+            q, k, v, key_value_seq_lengths=ends, mask_mod=MASKS[mask], origin=Origin(query="end"), implementation="xla"
+        )
+    )
+    together = np.asarray(attend(*given, ends), np.float32)
+    np.testing.assert_allclose(together, want, atol=1e-5 if dtype == "float32" else 2e-2)
+    for entry in (4, 9):
+        alone = attend(*(x[entry : entry + 1] for x in (*given, ends)))
+        np.testing.assert_array_equal(np.asarray(alone[0], np.float32), together[entry])
+
+
+@pytest.mark.parametrize(("mask", "sizes"), [("plain", (512, 2, 1)), ("causal", (128, 8, 4))])
+def test_visits_that_a_length_may_cut_have_half_of_the_keys(mask: str, sizes: tuple[int, int, int]) -> None:
+    """(block_kv, chunk, tail), whatever the batch is; a request of an eighth of 4096 keys then computes no key that it lacks."""
+    for batch in (1, 4):
+        q, k = jnp.zeros((batch, 1, 8, 64)), jnp.zeros((batch, 4096, 2, 64))
+        options: Any = DEFAULTS | {"mask_mod": MASKS[mask], "key_value_seq_lengths": array([512] * batch)}
+        made = choose_tile_sizes(prepare(q, k, k, **options).plan, CPU)
+        assert (made.block_kv, made.chunk, made.tail) == sizes
+
+
 def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
     """The loop of the backward pass has as many steps as the tile says."""
     text = lambda **tiles: str(jax.make_jaxpr(lambda: value_and_slopes("plain", **tiles))())

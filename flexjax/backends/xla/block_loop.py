@@ -115,12 +115,12 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
 
 
 class BlockVisit(typing.NamedTuple):
-    """The key blocks, int32 [chunk], that one step of a tile row computes.
+    """The key blocks, int32 [chunk] or [tail] (TileSizes), that one step of a tile row computes.
 
-    blocks  numbers of the key blocks
-    valid   bool [chunk]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
+    blocks  numbers of the key blocks; without a block mask they follow one another
+    valid   bool [blocks]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
             under a block mask all of them are full, so the mask program is not applied
-    whole   bool [chunk]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
+    whole   bool [blocks]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
             `valid` is None
     cut     whether key lengths may end inside of the blocks
     """
@@ -159,13 +159,14 @@ def walk(
     sizes   of the tiles
     row     the tile row, with its lists
 
-    Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the row's lists
-    are, `chunk` at a time: those of the full list first, unmasked, then the rest of it with the partial list, masked; the last
-    visit may have fewer that are valid. A row with empty lists has no visit. With key lengths, blocks that they cut come last.
+    Without a block mask, every key block is visited, `chunk` at a time, with `valid` None. With one, only the blocks of the row's
+    lists are: those of the full list first, `chunk` at a time and unmasked, then the rest of it with the partial list, `tail` at a time
+    and masked; the last visit may have fewer that are valid. A row with empty lists has no visit. With key lengths, blocks that they cut
+    come last.
     """
     if plan.blocks is None:
         return _walk_all(plan, sizes, row, body, carry)
-    chunk, cut = sizes.chunk, row.uncut is not None
+    chunk, tail, cut = sizes.chunk, sizes.tail, row.uncut is not None
     num_full = jnp.int32(0) if row.full_num is None else row.full_num
     num_partial = jnp.int32(0) if row.partial_num is None else row.partial_num
     unmasked = (num_full if row.uncut_full is None else row.uncut_full) // chunk
@@ -181,9 +182,9 @@ def walk(
         """The visit with number t (int32 scalar) among those after the whole chunks of the full list: first the blocks
         that are left of the full list, then those of the partial list. Blocks past both are not `valid`.
         """
-        place = t * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        place = t * tail + jnp.arange(tail, dtype=jnp.int32)
         whole = place < left
-        blocks = jnp.zeros(chunk, jnp.int32)
+        blocks = jnp.zeros(tail, jnp.int32)
         if row.partial_index is not None:
             blocks = row.partial_index.at[place - left].get(mode="clip")
         if row.full_index is not None:
@@ -196,7 +197,7 @@ def walk(
         # one batch entry's length cuts one block; those of several may leave all blocks to this loop
         left_at_most = chunk - 1 + cut if sizes.batch == 1 else row.full_index.shape[0]
         widest += left_at_most if cut else chunk - 1
-    return _loop(plan, -(-total // chunk), -(-widest // chunk), lambda t, c: body(c, remaining(t)), carry)
+    return _loop(plan, -(-total // tail), -(-widest // tail), lambda t, c: body(c, remaining(t)), carry)
 
 
 def _walk_all(
@@ -205,19 +206,25 @@ def _walk_all(
     """`walk` without a block mask: carry = body(carry, visit) over every key block, or over those with a key that exists, in
     ascending order.
 
-    With key lengths, the blocks that lie before the shortest length of the batch entries come first, with `cut` False, and the
-    others have `cut` True; if the call has one key block, that has `cut` True. Without key lengths `cut` is False.
+    Visits of `chunk` blocks come first, then one block at a time. With key lengths, all blocks of the first ones lie before the shortest
+    length of the batch entries and have `cut` False; the others have `cut` True. If the call has one key block, that has `cut`
+    True. Without key lengths `cut` is False.
     """
-    visit = lambda t, cut: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None, cut)
-    most, blocks, uncut = sizes.columns, row.blocks, row.uncut
+    chunk, most, blocks, uncut = sizes.chunk, sizes.columns, row.blocks, row.uncut
     count = most if blocks is None else blocks
-    if uncut is None or blocks is None:
-        return _loop(plan, count, most, lambda t, c: body(c, visit(t, False)), carry)
-    if most == 1:
-        return _loop(plan, blocks, most, lambda t, c: body(c, visit(t, True)), carry)
-    uncut = jnp.minimum(uncut, blocks)
-    carry = _loop(plan, uncut, most, lambda t, c: body(c, visit(t, False)), carry)
-    return _loop(plan, blocks - uncut, most, lambda t, c: body(c, visit(uncut + t, True)), carry)
+    cut = uncut is not None
+    if uncut is not None:
+        whole, most_whole = jnp.minimum(uncut, count) // chunk, 0 if most == 1 else most // chunk
+    else:
+        whole, most_whole = count // chunk, most // chunk
+    if most_whole == 0:
+        whole = 0
+    together = lambda t: BlockVisit(jnp.asarray(t, jnp.int32) * chunk + jnp.arange(chunk, dtype=jnp.int32), None, None)
+    carry = _loop(plan, whole, most_whole, lambda t, c: body(c, together(t)), carry)
+    alone = lambda t: BlockVisit(jnp.asarray(whole * chunk + t, jnp.int32)[None], None, None, cut)
+    # one batch entry's length leaves at most a chunk; those of several may leave all blocks
+    left = most if cut and (sizes.batch > 1 or most_whole == 0) else chunk if cut else most - most_whole * chunk
+    return _loop(plan, count - whole * chunk, left, lambda t, c: body(c, alone(t)), carry)
 
 
 def _loop(

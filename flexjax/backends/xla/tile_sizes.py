@@ -21,7 +21,10 @@ separate places, and the last step of a row also computes blocks that are not th
 the time of four at a time."""
 SHORT_QUERIES, SHORT_KEYS = 64, (256, 1024)
 """A call on a CPU with at most SHORT_QUERIES queries, such as a step of decoding, is short. Its visits have one batch entry, so that the
-bits of a row do not depend on the batch, and so many keys, the least and the most of `short_keys`."""
+bits of a row do not depend on the batch, and so many keys, the least and the most of `short_keys`. Visits that lengths or masks may cut
+have SHORT_TAIL at most."""
+SHORT_TAIL = 512
+"""Keys of a visit that lengths or a mask may cut, in a call on a CPU with at most SHORT_QUERIES queries."""
 SHORT_NUMBERS = 1 << 18
 """Float32 numbers of keys and values, and of scores, that a visit of a short call may have beyond the least: 1 MB, which stays in the
 second-level cache."""
@@ -32,8 +35,8 @@ ROW_STEPS = 4
 MAX_CHUNK = 8
 """The most key blocks of a list that are taken at a time, unless the options ask for more."""
 PAGED_CHUNK = 4
-"""The most key blocks of a list that are taken at a time where keys are in pages. It does not follow the longest list, so a short
-request computes that many too."""
+"""The most key blocks of a list that are taken at a time where keys are in pages, except for `short_keys`. It does not follow the longest
+list, so a short request computes that many too."""
 DENSE_QUERIES, DENSE_KEYS = 256, 512
 """Queries and keys of a tile without a block mask on a CPU."""
 ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS = 2048, 2048
@@ -44,11 +47,12 @@ ONE_STEP = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv].
+    """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv], or `tail` in place of `chunk`.
 
     batch, heads               batch entries and query heads of a tile
     block_q, block_kv          queries of a tile, keys of a key block
     chunk                      how many key blocks a tile has
+    tail                       how many key blocks a tile has where key lengths or the mask may cut it: chunk, in a short call fewer
     rows, columns              how many query blocks and key blocks the attention matrix has; the last of each may reach past
                                the end
     batch_groups, head_groups  how many groups of `batch` entries and of `heads` heads there are
@@ -59,6 +63,7 @@ class TileSizes:
     block_q: int
     block_kv: int
     chunk: int
+    tail: int
     rows: int
     columns: int
     batch_groups: int
@@ -91,22 +96,25 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
     `backward` chooses the pass whose tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv.
     Without a block mask these options, if given, set the size of a tile, at most the sequence lengths and cut to a
-    divisor of the runs of an origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or
-    all queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most
+    divisor of the runs of an origin, and `chunk` is 1 unless the call is short. Under a block mask a tile has the queries of
+    one mask block (or all queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most
     all), sets `chunk`; without that option `chunk` is at most MAX_CHUNK and the longest list.
 
-    A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys that
-    start at multiples of that number (whole mask blocks under a block mask), whatever the batch and the lists of others are.
+    A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys (whole mask
+    blocks under a block mask), whatever the batch and the lists of others are. Tiles that lengths or the mask may cut have at most
+    SHORT_TAIL keys: `tail` mask blocks, or, without a block mask, one of the `chunk` blocks of a larger tile.
 
     With keys in pages a tile has one batch entry, and its sizes do not depend on how many entries, pages and keys there are: the
-    bits of a request then do not depend on the other requests.
+    bits of a request then do not depend on the other requests. On a CPU few queries have the `short_keys` there too.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
     on_cpu = target.platform == "cpu"
     has_lists = plan.blocks is not None
-    short = is_short(plan, target) and not backward
+    few_queries = on_cpu and plan.q_len <= SHORT_QUERIES and not backward
+    short = few_queries and is_short(plan, target)
+    chunk = 1
     budget = (CPU_TILE_OF_LISTS if has_lists else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         most_q, most_kv = DENSE_QUERIES, DENSE_KEYS
@@ -119,6 +127,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         block_kv = min(asked_kv or block_kv, max(plan.kv_len, 1))
         if plan.page:  # the same for all numbers of pages, so that bits are
             block_kv = whole_pages(plan.page, asked_kv or DENSE_KEYS)
+        if short and block_kv > SHORT_TAIL and block_kv % SHORT_TAIL == 0:
+            block_kv, chunk = SHORT_TAIL, block_kv // SHORT_TAIL
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
@@ -145,19 +155,23 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     together = widest if on_cpu else -(-widest // ROW_STEPS)
-    chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if has_lists else 1
+    if has_lists:
+        chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK))
     if has_lists and short:
         chunk = max(1, min(short_keys(plan) // block_kv, -(-plan.kv_len // block_kv)))
     if has_lists and plan.page:
         chunk = max(1, min(most // (area * heads), PAGED_CHUNK))
+        chunk = max(chunk, short_keys(plan) // block_kv) if few_queries else chunk
     if has_lists and asked_kv:
         chunk = max(1, min(asked_kv // block_kv, MAX_CHUNK if plan.page else -(-plan.kv_len // block_kv)))
+    tail = min(chunk, max(1, SHORT_TAIL // block_kv)) if few_queries else chunk
     return TileSizes(
         batch,
         heads,
         block_q,
         block_kv,
         chunk,
+        tail,
         -(-plan.q_len // block_q),
         -(-plan.kv_len // block_kv),
         plan.batch // batch,

@@ -195,7 +195,7 @@ class TiledOperands:
         return row.h0 // group, max(1, self.sizes.heads // group)
 
     def take_columns(self, x: Array | Pool, row: TileRow, visit: BlockVisit) -> Array:
-        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in
+        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, blocks * block_kv, D] in
         operand_dtype, with the key heads that the row's query heads read (`key_group`) and heads first in any layout.
 
         row      the tile row, which decides the batch entries and the key heads
@@ -212,21 +212,28 @@ class TiledOperands:
         x, blocks = self.pinned(x, blocks)
         m0, nm = self.key_group(x.shape[heads], row)
 
+        adjacent = 1 if self.plan.blocks is not None else blocks.shape[0]
+        tokens = adjacent * s.block_kv
+
         def part(first: Array) -> Array:
-            """The keys of one block, [batch, key heads, block_kv, D]; `first`: index of its first key."""
+            """The keys of `adjacent` blocks, [batch, key heads, tokens, D]; `first`: index of the first key."""
             keys, at, size = 3 - heads, [row.b0, m0, m0, 0], [s.batch, nm, nm, x.shape[3]]
-            at[keys], size[keys] = first, min(s.block_kv, x.shape[keys])
+            at[keys], size[keys] = first, min(tokens, x.shape[keys])
             found = lax.dynamic_slice(x, int32s(at), size)
             if self.in_place and self.overhang_kv:
                 # The slice of the last block was moved back to end where the array ends: move its keys to where they belong.
                 past = jnp.maximum(first + np.int32(size[keys] - x.shape[keys]), 0)
-                size[keys] = s.block_kv
-                found = pad_to(found, keys, 2 * s.block_kv)
+                size[keys] = tokens
+                found = pad_to(found, keys, 2 * tokens)
                 found = lax.dynamic_slice(found, int32s([past if axis == keys else 0 for axis in range(4)]), size)
             found = found.astype(self.operand_dtype)
             return jnp.swapaxes(found, 1, 2) if heads == 2 else found
 
-        parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
+        gathered = self.in_place and self.widens_slices and _is_narrow(x) and not self.overhang_kv
+        if gathered and adjacent < blocks.shape[0]:  # joined slices are converted element by element
+            parts = jax.vmap(part)(blocks * s.block_kv)
+            return self._existing_columns(jnp.moveaxis(parts, 0, 2).reshape(s.batch, nm, -1, x.shape[3]), row, visit)
+        parts = [part(blocks[j] * s.block_kv) for j in range(0, blocks.shape[0], adjacent)]
         return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
 
     def pinned(self, x: Array, blocks: Array) -> tuple[Array, Array]:
