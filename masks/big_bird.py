@@ -62,7 +62,7 @@ def big_bird(
             "The window has the query's block in its middle."
         )
     reach = window_blocks // 2
-    table = jnp.asarray(_random_blocks(-(-length // block), reach, global_blocks, random_blocks, seed))
+    table = jnp.asarray(_random_blocks(-(-length // block), reach, global_blocks, random_blocks, seed), jnp.int32)
 
     @named(f"big_bird_{block}_{window_blocks}_{global_blocks}_{random_blocks}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

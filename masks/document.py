@@ -127,7 +127,7 @@ def _of_offsets(offsets: Array) -> MaskMod:
         ids = (known[:, None, :] <= tokens[:, None]).sum(-1, dtype=np.int32) - 1
         in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
-        q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape)) for nobody in (-1, -2))
+        q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape), jnp.int32) for nobody in (-1, -2))
         return _of_ids(q_ids, kv_ids)
     count = offsets.shape[-1] - 1
     if count > MOST_TRACED:

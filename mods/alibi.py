@@ -42,7 +42,7 @@ def alibi(num_heads: int) -> ScoreMod:
     Raises ValueError if `num_heads` is less than 1 or not an int.
     """
     heads = integer("alibi", "num_heads", num_heads, 1, "Pass the number of query heads.")
-    penalty = distance_penalty(jnp.asarray(alibi_slopes(heads)))
+    penalty = distance_penalty(jnp.asarray(alibi_slopes(heads), jnp.float32))
 
     @named(f"alibi_{heads}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

@@ -27,6 +27,7 @@ from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
+from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 from flexjax.types import Origin
@@ -136,7 +137,7 @@ def from_traced(
         widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the lists are constants of the program
-        arrays = tuple(jnp.asarray(x) for x in lists)
+        arrays = tuple(map(as_array, lists))
     return parts_of(
         arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin,
         on_host=tuple(lists),

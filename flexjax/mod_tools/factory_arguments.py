@@ -18,6 +18,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from flexjax.mod_tools.numpy_arrays import as_array
+
 LARGEST = 2**31 - 1
 """The largest position that int32 represents."""
 
@@ -105,7 +107,7 @@ def _integers(
     which is not read.
     """
     try:
-        array = jnp.asarray(value)
+        array = as_array(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"`{call}`: `{name}` is no array of numbers; expected integers {' or '.join(shapes.values())}. Rows of unequal length "
@@ -132,7 +134,7 @@ def _hold(dtype: DTypeLike, ends: tuple[int, int]) -> bool:
 
 def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
     """Returns `value` as a non-empty boolean array whose rank is a key of `shapes`; else raises ValueError."""
-    array = jnp.asarray(value)
+    array = as_array(value)
     if array.dtype != jnp.bool_:
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
     return _of_rank(call, name, array, shapes, advice)
@@ -140,7 +142,7 @@ def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], a
 
 def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
     """Returns `value` as a non-empty floating array whose rank is a key of `shapes`; gradients pass. Else raises ValueError."""
-    array = jnp.asarray(value)
+    array = as_array(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")
     return _of_rank(call, name, array, shapes, advice)

@@ -27,6 +27,7 @@ import numpy as np
 from jax.core import Tracer, eval_context
 
 from flexjax.errors import ModError
+from flexjax.mod_tools.numpy_arrays import as_array
 
 
 class View(np.ndarray):
@@ -78,7 +79,7 @@ def as_operand(array: np.ndarray) -> jax.Array:
     Floats and complex numbers of 64 bits are rounded to the types that JAX has.
     """
     with eager_without_mesh():
-        made = jnp.asarray(array)
+        made = as_array(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
         info, low, high = jnp.iinfo(made.dtype), int(array.min()), int(array.max())
         if low < info.min or high > info.max:
