@@ -10,8 +10,6 @@ blocks by blocks that the kernels can visit (`_kernel_blocks`).
 import contextlib
 import dataclasses
 import sys
-import threading
-from collections.abc import Iterator
 
 import jax
 from jax.interpreters import mlir
@@ -27,6 +25,7 @@ from flexjax.backends.mosaic_gpu import (
     forward_sm80_tiles,
     forward_sm100_tiles,
     forward_tiles,
+    lowering,
     program_support,
     sm80_support,
     sm100_support,
@@ -267,8 +266,6 @@ class MosaicGpu:
         wanted       which gradients the pass has to compute; only those of captured arrays matter
         derivative   score_mod with its derivatives, None for a call without a score_mod
         """
-        from flexjax.backends.mosaic_gpu import capture_gradients
-
         if plan.page:
             return "The GPU kernels have no backward pass for keys in pages."
         why = refuses(plan, target)
@@ -283,6 +280,10 @@ class MosaicGpu:
         reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
+        if not any(wanted.score_captures):
+            return None
+        from flexjax.backends.mosaic_gpu import capture_gradients
+
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
@@ -314,38 +315,43 @@ class MosaicGpu:
         from the target (REFERENCE_SMS where its number of cores is not known), and no result depends on it; the tile follows from the plan.
         The tile of the kernel on mma.sync also follows from the compute capability.
         """
-        from flexjax.backends.mosaic_gpu import (
-            decode_sm80,
-            decode_sm90,
-            forward_pages,
-            forward_sm80,
-            forward_sm90,
-            forward_sm100,
-        )
-
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or REFERENCE_SMS
         if card is None:
             decode = choose_kernel.decode_kernel(plan)
             if decode is not None:
+                from flexjax.backends.mosaic_gpu import decode_sm90
+
                 return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
         else:
             split = choose_kernel.mma_decode_kernel(plan, card)
             if split is not None:
+                from flexjax.backends.mosaic_gpu import decode_sm80
+
                 split = dataclasses.replace(split, programs=programs * split.resident_ctas(card))
                 return decode_sm80.forward(plan, operands, split)
         given = plan, operands
         in_pages = card is None and choose_kernel.reads_pages(plan)
-        key_pages = forward_pages.key_pages(plan, operands) if in_pages else None
+        key_pages = None
+        if in_pages:
+            from flexjax.backends.mosaic_gpu import forward_pages
+
+            key_pages = forward_pages.key_pages(plan, operands)
         plan, operands = _for_kernels(plan, plan.on_host(operands), in_pages)
         if card is None:
+            from flexjax.backends.mosaic_gpu import forward_sm90
+
             tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
             results = forward_sm90.forward(plan, operands, tile, key_pages)
         elif sm100_support.asked_for(plan.options):
+            from flexjax.backends.mosaic_gpu import forward_sm100
+
             large = dataclasses.replace(forward_sm100_tiles.forward_tile(plan), programs=programs)
             results = forward_sm100.forward(plan, operands, large)
         else:
+            from flexjax.backends.mosaic_gpu import forward_sm80
+
             results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
         if given[1].lengths is None:
             return results
@@ -356,8 +362,6 @@ class MosaicGpu:
         """Runs the backward kernels, for a plan that `refuses_backward` does not refuse: the gradients of the wanted operands, None for
         others. The cotangents of queries that do not exist count as 0.
         """
-        from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm90
-
         if given.operands.lengths is not None:
             query, d_lse = given.operands.lengths.query, given.d_lse
             given = given._replace(
@@ -367,32 +371,16 @@ class MosaicGpu:
         plan, operands = _for_kernels(plan, plan.on_host(given.operands), backward=True)
         card = choose_kernel.mma_card(target, plan.options)
         if card is None:
+            from flexjax.backends.mosaic_gpu import backward_sm90
+
             return backward_sm90.backward(plan, given._replace(operands=operands))
+        from flexjax.backends.mosaic_gpu import backward_sm80
+
         return backward_sm80.backward(plan, given._replace(operands=operands), card)
 
-    @contextlib.contextmanager
-    def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:
-        """A context in which one pass of the call is lowered into `module` for `target`. Only one Python thread at a time is inside; others
-        wait. When the context ends, the kernels that were lowered in it begin to compile in background threads (compile_ahead.py).
-        """
-        with LOWERING_LOCK, _compile_ahead(module, target):
-            yield
-
-
-LOWERING_LOCK = threading.RLock()
-"""Held while kernels are lowered: Mosaic keeps state of its lowering in globals of the process, and two Python threads that lower at
-once get wrong machine code."""
-
-
-def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-    """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports: compiling ahead only
-    saves time.
-    """
-    try:
-        from flexjax.backends.mosaic_gpu import compile_ahead
-    except ImportError:
-        return contextlib.nullcontext()
-    return compile_ahead.lowering(module, target)
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        """A context in which one pass of the call is lowered into `module` for the target (lowering.py)."""
+        return lowering.lowering(module, target)
 
 
 BACKEND = MosaicGpu()

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from flexjax.backends.mosaic_gpu import atomic_counter, support
+from flexjax.backends.mosaic_gpu import atomic_counter, lowering, support
 from flexjax.backends.target import Target
 
 ATOMICS, ROUNDS, THREADS = 20, 4, 3
@@ -72,14 +72,14 @@ def test_one_thread_of_a_warpgroup_draws_however_many_threads_lower(
 def test_passes_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rest of Mosaic's globals this process has one user."""
     module: Any = None
-    monkeypatch.setattr(support, "_compile_ahead", lambda module, target: support.contextlib.nullcontext())
+    monkeypatch.setattr(lowering, "_compile_ahead", lambda module, target: lowering.contextlib.nullcontext())
     inside: list[bool] = []
 
     def other() -> None:
-        taken = support.LOWERING_LOCK.acquire(blocking=False)
+        taken = lowering.LOWERING_LOCK.acquire(blocking=False)
         inside.append(taken)
         if taken:
-            support.LOWERING_LOCK.release()
+            lowering.LOWERING_LOCK.release()
 
     def beside() -> None:
         thread = threading.Thread(target=other)
