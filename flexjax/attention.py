@@ -215,8 +215,11 @@ def with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[A
 def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     """The Results of `call` by the dense implementation of reference.py (implementation="reference").
 
-    It evaluates the mods as the user gave them in `arguments`, the keywords of flex_attention, and not the programs that they were traced
-    to. lse and max_scores are in the score dtype of the plan.
+    call        the prepared call, of which plan, operands and origin are read
+    arguments   the keywords of flex_attention. The mods and the scale are taken from here as the user gave them, not the programs that
+                they were traced to
+
+    lse and max_scores are in the score dtype of the plan; max_scores is None if the plan does not ask for it, and rounding always is.
     """
     plan, operands, get = call.plan, call.operands, arguments.get
     score_mod, mask_mod, block_mask = get("score_mod"), get("mask_mod"), get("block_mask")

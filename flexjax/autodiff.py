@@ -111,14 +111,19 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
 
 
 def _choose_forward(target: Target, problem: Problem) -> Run:
-    """Chooses the backend of the forward pass; warns of a fallback. Raises NotImplementedError if no backend accepts the plan."""
+    """Chooses the backend of the forward pass for `target` and returns the Run; warns of a fallback. Raises NotImplementedError if no
+    backend accepts the plan.
+    """
     run = dispatch.choose(problem.plan, problem.implementation, target)
     dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run
 
 
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
-    """The arguments of `tangent` or `backward` in three parts: the operands, the results, and the tangents or cotangents.
+    """The arguments of `tangent` or `backward` in three parts: (the operands, the results, a list of the tangents or cotangents that
+    follow).
+
+    flat   the arguments, in the order of the table at the top of this file
 
     The results are out, lse and, if the plan asks for it, rounding; max_scores is None.
     """

@@ -39,7 +39,10 @@ class BlockGrid:
     block_kv: int
 
     def of(self, axis: int) -> Interval:
-        """The interval of an input of a mask program in each block; `axis` is its id: ir.B, ir.H, ir.Q or ir.KV."""
+        """The interval of an input of a mask program in each block, from its first to its last value there, attained and contiguous.
+
+        axis   the id of the input: ir.B, ir.H, ir.Q or ir.KV
+        """
         first = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_first, ir.KV: self.kv_first}[axis]
         last = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_last, ir.KV: self.kv_last}[axis]
         return Interval(first, last, True, True)
@@ -93,7 +96,8 @@ def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int,
     q_len, kv_len, block_q, block_kv = sizes
 
     def edges(blocks: Array, size: int, length: int, of: Callable[..., Array]) -> tuple[Array, Array]:
-        """The positions of the first and the last token of each block along one axis.
+        """(the position of the first, the position of the last token) of each block along one axis, int32 arrays of four dims. The last
+        block of the axis ends where the axis does.
 
         blocks         numbers of the blocks, an array of four dims
         size, length   tokens of a block, and of the axis

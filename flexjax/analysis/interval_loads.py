@@ -135,7 +135,11 @@ def _doubling(
     extremes = (jnp.minimum, jnp.maximum)
 
     def neighbours(level: Array, width: Array) -> Array:
-        """For each position of a level the element `width` positions further along the axis, or the last element."""
+        """For each position of a level the element `width` positions further along the axis, or the last element past the end; an array
+        of the shape of `level`.
+
+        width   an int32 scalar, at most 2^(rounds - 1)
+        """
         edge = lax.slice_in_dim(level, n - 1, n, axis=axis)
         margin = [1 << (rounds - 1) if d == axis % level.ndim else m for d, m in enumerate(level.shape)]
         longer = jnp.concatenate([level, jnp.broadcast_to(edge, margin)], axis)

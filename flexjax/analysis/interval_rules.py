@@ -145,7 +145,7 @@ def _add(op: Op, args: list[Interval]) -> Interval:
 
 
 def _sub(op: Op, args: list[Interval]) -> Interval:
-    """x - y: from the lowest minus the highest to the highest minus the lowest."""
+    """x - y: from the lowest minus the highest to the highest minus the lowest; the flags are those of `_add`."""
     x, y = args
     return Interval(
         x.low - y.high, x.high - y.low, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -153,7 +153,7 @@ def _sub(op: Op, args: list[Interval]) -> Interval:
 
 
 def _mul(op: Op, args: list[Interval]) -> Interval:
-    """x * y: between the least and the greatest product of ends; a value times itself is a square."""
+    """x * y: between the least and the greatest product of ends, attained where both are; a value times itself is `_square`."""
     x, y = args
     if op.inputs[0] == op.inputs[1]:
         return _square(op, [x])
@@ -161,7 +161,7 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
-    """x * x: from 0 in blocks where x may be 0, else between the squares of its ends. No end is attained."""
+    """x * x: from 0 in blocks where x may be 0, else between the squares of its ends. Neither flag holds."""
     return _power(args[0], 2)
 
 
@@ -179,7 +179,7 @@ def _power(x: Interval, y: int) -> Interval:
 
 
 def _neg(op: Op, args: list[Interval]) -> Interval:
-    """-x: the ends exchange."""
+    """-x: the ends exchange, and both flags stay."""
     return Interval(-args[0].high, -args[0].low, args[0].attained, args[0].contiguous)
 
 
@@ -220,7 +220,7 @@ def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Ca
     """
 
     def rule(op: Op, args: list[Interval]) -> Interval:
-        """f(x): from f of the lower end to f of the upper end."""
+        """f(x): from f of the lower end to f of the upper end; `contiguous` stays where `keeps_contiguous`."""
         (x,) = args
         return Interval(f(x.low), f(x.high), x.attained, flag_and(x.contiguous, keeps_contiguous))
 
@@ -374,7 +374,7 @@ def _select(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _sign(op: Op, args: list[Interval]) -> Interval:
-    """sign(x): from the sign of the lower end to that of the upper end."""
+    """sign(x): from the sign of the lower end to that of the upper end, attained where x is; not contiguous."""
     return Interval(jnp.sign(args[0].low), jnp.sign(args[0].high), args[0].attained)
 
 

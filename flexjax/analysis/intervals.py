@@ -58,7 +58,7 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
     products: set[int] = set()
 
     def read(atom: ir.Atom) -> Abstract:
-        """What is known of an operand in each block."""
+        """What is known of an operand in each block; a literal is known everywhere."""
         return of_literal(atom) if isinstance(atom, Lit) else env[atom.id]
 
     def point(atom: ir.Atom) -> Array | None:

@@ -81,7 +81,9 @@ class BlockedMask(typing.NamedTuple):
         return self._replace(sizes=(q_len, kv_len, block_q * SIDE, block_kv * SIDE))
 
     def placed(self, captures: Sequence[Array]) -> tuple[Sequence[Array], Placed]:
-        """The captured arrays, and where queries and keys lie: with an origin its two tables follow the captured arrays."""
+        """(the captured arrays of the program, where queries and keys lie). With an origin these are `captures` without the last two
+        arrays, which are the tables of the origin, and (origin, the tables); without one `captures` and NOWHERE.
+        """
         if self.origin is None:
             return captures, NOWHERE
         return captures[:-2], (self.origin, Starts(*captures[-2:]))
@@ -223,7 +225,9 @@ def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
 
 
 def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Several arrays of coordinates [n, 4] as one array, sorted by batch entry, head, query block, key block."""
+    """Several arrays of coordinates [n, 4] as one array, sorted by batch entry, head, query block, key block; at least one array must be
+    given.
+    """
     places = np.concatenate(parts)
     if not len(places):
         return places
@@ -249,7 +253,9 @@ def _places_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.nd
 
 
 def codes_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> Iterator[tuple[int, np.ndarray]]:
-    """The codes of all blocks, a chunk of rows of blocks at a time: (first row, int8 [batch, heads, rows, columns])."""
+    """Classifies all blocks, a chunk of rows of blocks at a time. Yields (number of the first row, the codes of the chunk on the host:
+    int8 [batch, heads, rows of the chunk, columns]) in the order of the rows; nothing for a matrix without rows.
+    """
     rows, columns = mask.counts
     run = _compiled_rows(mask)
     at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, math.prod(mask.heads) * columns)))
@@ -330,7 +336,7 @@ def classify_traced(mask: BlockedMask, captures: Sequence[Array], exact: bool) -
     order = jnp.concatenate([order, jnp.full(at_once, flat.size, jnp.int32)])
 
     def chunk(t: Array, classes: Array) -> Array:
-        """`classes` of all blocks (flat) with those of the t-th chunk of uncertain blocks evaluated exactly."""
+        """`classes` of all blocks, int8 in one dimension, with those of the t-th chunk of uncertain blocks evaluated entry by entry."""
         numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
         places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
         exact_classes = classes_of_entries(mask, captures, places)

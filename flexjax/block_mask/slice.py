@@ -124,7 +124,9 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
     reads = [mask.program.reads(axis) for axis in ("b", "h")]
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """`inner` at the batch entry, head and query that the selection's b, h and q_idx stand for."""
+        """`inner` at the batch entry, head and query that the selection's b, h and q_idx stand for; kv_idx stays. b and h pass unchanged
+        where the mask program does not read them.
+        """
         query = q_idx + offset if in_order else blocks[q_idx // size] * size + q_idx % size
         return inner(batch[b] if reads[0] else b, heads[h] if reads[1] else h, query, kv_idx)
 

@@ -114,7 +114,12 @@ def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[li
 def _batch(
     captures: Sequence[Array], dims: Sequence[int | None], **params: typing.Any
 ) -> tuple[list[Array], list[int]]:
-    """The vmap rule: maps the plain code over the mapped axes `dims`; the results are mapped over axis 0."""
+    """The vmap rule: maps the plain code, not the primitive, over the mapped axes. Returns (the four list arrays, their mapped axes, all
+    0).
+
+    captures   the operands of the primitive
+    dims       the mapped axis of each, None for one that is not mapped
+    """
     outs = jax.vmap(functools.partial(_lists, **params), in_axes=tuple(dims))(*captures)
     return outs, [0] * len(outs)
 
@@ -156,7 +161,11 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
         return {"b": batch, "h": partition.widest("h", heads[1], dims, specs, mesh, batch)}
 
     def on_device(split: Split, *captures: Array) -> list[Array]:
-        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays."""
+        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays.
+
+        split      the axes that `choose` has returned
+        captures   its parts of the arrays that the mask program reads, followed by those of the tables of the origin
+        """
         shares = {axis: math.prod(mesh.shape[name] for name in names) for axis, names in split.items()}
         share = Share(heads[0], shares["b"], heads[1], shares["h"])
         own = share_of_program((program,), share)

@@ -141,11 +141,12 @@ def _row_numbers(places: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, [..., columns,
-    width].
+    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, ascending, [..., columns,
+    width], with 0 past the count.
 
     num, index   how many columns each row lists, and their numbers
-    width        at least the largest number of rows that list one column
+    columns      how many columns there are
+    width        at least the largest number of rows that list one column; further rows would be left out
 
     Runs on the host for numpy arrays, otherwise on the device as one compiled function.
     """

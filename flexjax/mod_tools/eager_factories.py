@@ -26,7 +26,9 @@ def eager(factory: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(factory)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        """The factory's result for these arguments."""
+        """The result of `factory` for these arguments, computed outside of any transformation and mesh unless an argument is traced or is
+        an array on several devices.
+        """
         given = jax.tree.leaves((args, kwargs))
         if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in given):
             return factory(*args, **kwargs)

@@ -25,8 +25,8 @@ LARGEST = 2**31 - 1
 
 
 def integer(call: str, name: str, value: object, least: int | None, advice: str) -> int:
-    """Returns `value` as an int of at least `least` (None: any) that int32 represents, as positions are; else raises
-    ValueError.
+    """Returns `value` as an int of at least `least` (None: any), as positions are; else raises ValueError, also for a magnitude above
+    2^31 - 1.
 
     A bool, a float and a tracer are no ints here; a concrete integer scalar of numpy or jax is.
     """
@@ -175,7 +175,9 @@ def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: st
 
 
 def _as_int(value: object) -> int | None:
-    """Returns `value` as an int; None for a bool and for anything that does not convert without loss."""
+    """Returns `value` as an int by its `__index__`; None for a bool and for what has none or refuses: floats (2.0 too), tracers, arrays
+    of floats or of several numbers.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

@@ -231,7 +231,7 @@ def _copy_pages(x: Array, growth: Growth) -> Array:
     """
 
     def copy(i: Array, x: Array) -> Array:
-        """x after copy number i."""
+        """x after copy number i, which writes page growth.copied[i, 0] over page growth.copied[i, 1]."""
         old, new = jnp.clip(growth.copied[i], 0, x.shape[0] - 1)
         return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, old, 1, 0), new, 0)
 

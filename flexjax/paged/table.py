@@ -160,7 +160,7 @@ def _first_fit(cost: Array, free: Array) -> Array:
     """
 
     def too_many(granted: Array) -> Array:
-        """The requests that do not fit if all `granted` before them are served."""
+        """The requests, bool [R], that need pages and do not fit if all `granted` (bool [R]) before them are served."""
         return granted & (jnp.cumsum(jnp.where(granted, cost, 0), dtype=jnp.int32) > free) & (cost > 0)
 
     def skip_first(granted: Array) -> Array:
@@ -201,7 +201,7 @@ def _held(table: PageTable, pool: int) -> Array:
 
 
 def _count(counts: Array, pages: Array, where: Array, step: int) -> Array:
-    """`counts` with `step` added for each entry of `pages` at which `where` is True."""
+    """`counts` (int32 [P]) with `step` added for each entry of `pages` at which `where` is True; several entries of one page add up."""
     return counts.at[jnp.where(where, pages, counts.shape[0])].add(step, mode="drop")
 
 
@@ -235,11 +235,13 @@ class Growth:
 
 
 def grow(table: PageTable, counts: Array, page: int) -> Growth:
-    """What an append of `counts` (int32 [R]) tokens to each request does to the table, and which pages it has to copy first.
+    """What an append of `counts` (int32 [R]) tokens to each request does to the table, and which pages it has to copy first. `append`
+    makes the copies and writes the tokens.
 
     page   tokens of a page
 
-    A request whose pages are not all reserved stays as it is.
+    A request whose pages are not all reserved stays as it is, and so does one without new tokens. Every other request gives back a page
+    that was reserved for a copy that it does not make.
     """
     columns = table.pages.shape[1]
     uses, spares = _decode_uses(table)

@@ -45,12 +45,14 @@ LANES = 128
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
-    """The plan with all heads joined into one: one query head of T * N rows and one key head of S * M columns, with programs,
-    blocks, options and pages counted in rows and columns.
+    """The plan with all heads joined into one: one query head of T * N rows and one key head of S * M columns, with programs, blocks,
+    options and pages counted in rows and columns. With several key heads the mask also hides the columns of other heads, and no block is
+    full.
 
-    None if the plan is not joined, for the reasons at the top of this file, or because its key heads are not in HEADS or its
-    rows more than MOST_ROWS (both for contiguous keys only). With several key heads the mask also hides the columns of other
-    heads, and no block is full.
+    None if the plan is not joined:
+
+    any keys           layout BNTH, no queries, extra features, an origin of several runs, or block lists of the user
+    contiguous keys    key heads not in HEADS, more than MOST_ROWS rows, sinks, block lists that differ by head, or several query blocks
     """
     heads, origin, options = plan.kv_heads, plan.origin, plan.options
     rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
@@ -114,7 +116,7 @@ def _tile_tokens(plan: KernelPlan) -> int:
 
 
 def _item_size(plan: KernelPlan) -> int:
-    """Bytes of one number of a key or value."""
+    """Bytes of one number of a key or value in `plan.dtype`, also where the cache is quantised."""
     return jnp.dtype(plan.dtype).itemsize
 
 
@@ -153,17 +155,22 @@ def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def split_results(plan: KernelPlan, results: Results) -> Results:
-    """The results of `plan` from those of its joined plan, which have one head: [B, T * N, 1, ...] becomes [B, T, N, ...]."""
+    """The results of `plan` from those of its joined plan, which have one head: out, and rounding if there is one, [B, T * N, 1, E]
+    become [B, T, N, E]; lse and max_scores [B, T * N, 1] become [B, T, N]. What is None stays None.
+
+    plan   before the heads are joined
+    """
     shape = (plan.batch, plan.q_len, plan.q_heads)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[3:]), results)
 
 
 def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | None:
-    """The block lists of the joined plan; None where it has none (`_kept_blocks`).
+    """The block lists of the joined plan; None where it has none (`_kept_blocks`). With one key head they are `lists`.
 
     plan, lists   before the heads are joined
 
-    With several key heads no joined block is full, so the full blocks of each list join the partial ones, ascending.
+    With several key heads no joined block is full, so the full blocks of each list join the partial ones, ascending, and the result has
+    partial lists only.
     """
     if lists is None or _kept_blocks(plan) is None:
         return None

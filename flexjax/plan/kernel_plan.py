@@ -252,8 +252,8 @@ class Operands(typing.NamedTuple):
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:
-        """The operands that may have a tangent, in the order of Gradients and Wanted: all but the block lists and the captured
-        arrays of mask and dropout.
+        """The operands that may have a tangent, in the order of Gradients and Wanted: query, key, value, query_extra, key_extra, sinks,
+        then each captured array of score_mod. None for one that the call does not have.
         """
         return (*typing.cast(tuple[jax.Array | None, ...], self[:FIRST_CAPTURE]), *self.score_captures)
 
@@ -305,7 +305,7 @@ class Gradients(typing.NamedTuple):
 
     @property
     def flat(self) -> tuple[jax.Array | None, ...]:
-        """The gradients in the order of Operands.movable."""
+        """The gradients in the order of Operands.movable, those of captured arrays one by one; None for those that are None."""
         return (*typing.cast(tuple[jax.Array | None, ...], self[:FIRST_CAPTURE]), *self.score_captures)
 
 
@@ -327,5 +327,5 @@ class Wanted(typing.NamedTuple):
 
     @property
     def flat(self) -> tuple[bool, ...]:
-        """The flags in the order of Operands.movable."""
+        """The flags in the order of Operands.movable, those of captured arrays one by one."""
         return (*typing.cast(tuple[bool, ...], self[:FIRST_CAPTURE]), *self.score_captures)

@@ -29,10 +29,11 @@ def token_axis(plan: KernelPlan) -> int:
 
 
 def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
-    """Which tokens of an array in the plan's layout exist: bool that broadcasts to x [B, tokens, heads, ..] (or [B, heads, tokens,
-    ..]).
+    """Which tokens of an array in the plan's layout exist: bool [B, tokens, 1, ..] ([B, 1, tokens, ..] for BNTH), which broadcasts to x.
 
     lengths   int32 [B], of queries or keys
+    plan      of which the layout is read
+    x         [B, tokens, heads, ..] or [B, heads, tokens, ..], of which the shape is read
     """
     axis = token_axis(plan)
     spread = [1] * x.ndim

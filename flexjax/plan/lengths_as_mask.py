@@ -111,9 +111,13 @@ def zeroed(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths: Lengths) -> Array:
-    """The class of each block with the lengths, int8 [batch, heads, q blocks, kv blocks].
+    """The class of each block with the lengths, int8 [batch, heads, q blocks, kv blocks]: EMPTY past a length, PARTIAL for a full block
+    that straddles one, and otherwise the class in the plan's lists. Without lists a block is FULL, or PARTIAL if the plan has a mask
+    program. `batch` is that of the plan, `heads` that of the lists (1 without).
 
-    blocks   the block layout of `plan_as_mask`, of which the block size is read
+    plan, operands   of the call, before the lengths become a mask
+    blocks           the block layout of `plan_as_mask`, of which the block size is read
+    lengths          of queries and keys; None for one that the call lacks
     """
     shape = (1, 1, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
     if operands.lists is None:
@@ -161,14 +165,14 @@ def _program(
     types += [jax.ShapeDtypeStruct((batch,), jnp.int32)] * sum(lengths)
 
     def extended(arrays: Sequence[Array]) -> MaskMod:
-        """The new mask function of (*captured arrays of `program`, *ends of the lengths that there are)."""
+        """The new mask function of `arrays`: (*captured arrays of `program`, *ends of the lengths that there are, queries first)."""
         inside = None if program is None else as_mask_mod(program, arrays[: len(given)])
         ends = list(arrays[len(given) :])
         query_end = ends.pop(0) if lengths[0] else None
         key_end = ends.pop(0) if lengths[1] else None
 
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-            """Whether the query and the key exist, and the mask shows the entry."""
+            """Whether the query and the key are before the ends of batch entry b, and the mask shows the entry; indices are positions."""
             parts = [] if inside is None else [inside(b, h, q_idx, kv_idx)]
             parts += [] if query_end is None else [q_idx < query_end[b]]
             parts += [] if key_end is None else [kv_idx < key_end[b]]

@@ -22,7 +22,7 @@ def whole_pages(page: int, most: int) -> int:
 
 
 def contiguous_plan(plan: KernelPlan) -> KernelPlan:
-    """The plan of a call on the keys and values that `contiguous` gathers."""
+    """The plan of a call on the keys and values that `contiguous` gathers: page 0 and no cache_dtype, otherwise `plan`."""
     return dataclasses.replace(plan, page=0, cache_dtype=None)
 
 
@@ -44,7 +44,12 @@ def contiguous(
         return plan, operands
 
     def gathered(pool: Array, scale: Array | None) -> Array:
-        """The tokens of one pool in the plan's layout; `scale` multiplies those of a quantised pool, None for others."""
+        """The tokens of one pool in the plan's layout, in the dtype of the pool; those of a quantised pool in `quantised_as`, or the
+        score dtype if that is None.
+
+        pool    [P, page, M, D], keys or values
+        scale   what a quantised pool is multiplied by, float32 [M] or [P, M]; None for others
+        """
         found = tokens_of_pages(pool, scale, pages, plan.score_dtype)
         if scale is not None and quantised_as is not None:
             found = found.astype(quantised_as)

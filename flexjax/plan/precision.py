@@ -60,7 +60,10 @@ def _name(given: object) -> str | None:
 
 
 def for_dot_general(name: str) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset:
-    """The precision with this name, as jax.lax.dot_general takes it."""
+    """The precision with this name, as jax.lax.dot_general takes it: a DotAlgorithmPreset for a name of one, else a Precision.
+
+    name   what `precision_name` returns
+    """
     if name in jax.lax.DotAlgorithmPreset.__members__:
         return jax.lax.DotAlgorithmPreset[name]
     return jax.lax.Precision(name)

@@ -60,7 +60,9 @@ class Problem:
 
     @property
     def residuals(self) -> int:
-        """How many arrays of the forward pass the tangent and backward passes get: out, lse and, if the plan asks for it, rounding."""
+        """How many arrays of the forward pass the tangent and backward passes get: 2 (out and lse), or 3 with rounding if the plan has
+        `exact_captures`.
+        """
         return 2 + self.plan.exact_captures
 
     def for_captures(self) -> "Problem":

@@ -177,8 +177,10 @@ def joined(first: Entries, second: Entries) -> Entries:
 
 
 def _rank(made: dict[str, typing.Any]) -> tuple[bool, str, float]:
-    """The order of two measurements `made` of one pass; the greater wins. A finished search, then the later time, then fewer
-    seconds.
+    """The key by which two measurements of one pass are compared; the greater wins: (whether the search finished, time of the
+    measurement, minus the seconds).
+
+    made   the measurement; without "finished" it counts as finished
     """
     return bool(made.get("finished", True)), made["measured"], -made["seconds"]
 
