@@ -64,8 +64,8 @@ class Tuning(typing.NamedTuple):
     kept: pathlib.Path | None
 
     def __str__(self) -> str:
-        """A table: the fastest tiles, then a row for each candidate with its time or why it was left out, `*` at the
-        fastest.
+        """A table: the backend with the fastest tiles, then a row for each candidate with the passes that were timed, its time, its tile
+        and, for one that does not run, why. `*` marks the fastest candidates.
 
         A last line says if the time was up before every candidate was tried.
         """

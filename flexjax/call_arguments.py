@@ -100,15 +100,17 @@ def describe_call(
 
 
 def text_of_call(function: str, arguments: dict[str, object]) -> str:
-    """A call of the function named `function` with these keywords in a line, "in function(name=value, ...)"; arrays are shown as dtype
-    and shape, mods by name.
+    """A call of the function named `function` with these keywords in a line, "in function(name=value, ...)", for the notes of errors;
+    values are shown as `_describe` says: arrays as dtype and shape, mods by name.
+
+    arguments   the values by name, in the order of the text; None is shown too
     """
     return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in arguments.items())})"
 
 
 def _describe(x: object) -> str:
-    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block
-    mask, else its repr, or only its type if that is longer.
+    """The value of an argument as short text: the sizes of a block mask, dtype and shape of an array, the name of a function (of its type
+    without a name), else its repr, or the name of its type if the repr is longer than 80 characters.
     """
     if isinstance(x, BlockMask):
         b, h, q_len, kv_len = x.shape

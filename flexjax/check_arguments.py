@@ -359,7 +359,7 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
 
 
 def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
-    """Checks query_seq_lengths (`query`) and key_value_seq_lengths (`key`): Lengths, int32 [B] or None each; None if both are None."""
+    """The checked arguments query_seq_lengths (`query`) and key_value_seq_lengths (`key`) of a call, by `clipped_lengths`."""
     return clipped_lengths(query, key, inputs.batch, inputs.q_len, inputs.kv_len)
 
 

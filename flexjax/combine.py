@@ -25,7 +25,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
-        """Whether every mask keeps the entry."""
+        """Whether every mask keeps the entry: the `&` of their results, all of which are computed."""
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept & other(b, h, q_idx, kv_idx)
@@ -42,7 +42,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
-        """Whether some mask keeps the entry."""
+        """Whether some mask keeps the entry: the `|` of their results, all of which are computed."""
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept | other(b, h, q_idx, kv_idx)
@@ -125,7 +125,7 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
 
 
 def _names(mods: tuple[Callable[..., object], ...]) -> str:
-    """The names of the functions, joined by commas."""
+    """The names of the functions (`_name`), joined by commas, for the name of the function that combines them."""
     return ", ".join(_name(mod) for mod in mods)
 
 

@@ -258,8 +258,9 @@ def _planned(
     mask: BlockMask | None,
     existing: ExistingRows | None,
 ) -> Built:
-    """Plans the mask of a call, how keys travel and the tables of the devices: the last part of `build`.
+    """Plans the mask of a call, how keys travel and the tables of the devices: the last part of `build`, whose result it returns.
 
+    placed              where the call runs
     prepared, problem   the call without its mask, and its problem
     mask_mod, mask      the argument mask_mod and the argument block_mask; at most one is not None
     existing            the rows that exist; None without lengths. Raises NotImplementedError for them beside a mask of user lists
@@ -331,7 +332,9 @@ def _origin_with(mask: object, given: Origin | OriginTable | None) -> Origin | O
 
 
 def _share(plan: KernelPlan, split: Split) -> KernelPlan:
-    """The plan with the numbers of batch entries and heads that one device has if `split` divides them."""
+    """The plan with the numbers of batch entries, query heads, key heads and heads of the extra features that one device has if `split`
+    divides them; each at least 1, but 0 extra heads stay 0.
+    """
     batch, heads = split.count(split.batch), split.count(split.heads)
     return dataclasses.replace(
         plan,

@@ -74,7 +74,10 @@ class ExistingRows(typing.NamedTuple):
         return found
 
     def results(self, found: Results) -> Results:
-        """The results with out 0, lse and max_scores -inf in rows of queries that do not exist."""
+        """The results with out 0, lse and max_scores -inf in rows of queries that do not exist, padding included; the results as they are
+        without lengths of queries. max_scores of None stays None. Results of a call with `context=` have no rounding, and neither has the
+        result.
+        """
         low, top = float("-inf"), found.max_scores
         return Results(
             self._where(found.out, "query", 0.0),
@@ -83,14 +86,18 @@ class ExistingRows(typing.NamedTuple):
         )
 
     def mask_mod(self, origin: OriginTable) -> MaskMod:
-        """The mask mod that is True where both the query and the key exist. It sees positions in the whole sequence, and batch entries
-        that count from origin.batch (from 0 if that is None); `origin` is that of the call.
+        """The mask mod that is True where both the query and the key exist; a side without lengths exists everywhere.
+
+        origin   of the call: batch entries that the mask mod is given count from origin.batch (from 0 if that is None). The queries and
+                 keys that it is given are positions in the whole sequence
         """
         queries, keys = self.lengths
         entry: Callable[[Array], Array] = lambda b: b if origin.batch is None else b - origin.batch
 
         def exists(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-            """Whether the query and the key exist."""
+            """Whether the query at position q_idx and the key at position kv_idx exist, for the batch entry b of the whole problem; h is
+            not read.
+            """
             on = jnp.asarray(True)
             on = on if queries is None else on & (q_idx < queries[entry(b)])
             return on if keys is None else on & (kv_idx < keys[entry(b)])

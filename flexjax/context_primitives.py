@@ -44,7 +44,7 @@ def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
 
 
 def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """The arguments `flat` of a primitive in two parts: the operands and tables, and the arguments after them."""
+    """The arguments `flat` of a primitive in two parts: (the leaves of the operands and of the tables, the arguments after them)."""
     n = call.problem.structure.num_leaves + call.structure.num_leaves
     return list(flat[:n]), list(flat[n:])
 
@@ -166,7 +166,11 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
         return inlined(ctx.replace(avals_in=plain), *flat)
 
     def differentiate(primals: Sequence[Array], tangents: Sequence[typing.Any], **params: typing.Any) -> tuple:
-        """The jvp rule, for second derivatives: JAX differentiates the code. Raises NotImplementedError on global arrays."""
+        """The jvp rule, for second derivatives: JAX differentiates the code. Returns (results, their tangents). Raises
+        NotImplementedError on global arrays.
+
+        primals, tangents   the arguments, and for each of them its tangent or a symbolic zero
+        """
         if params["call"].is_global:
             raise NotImplementedError(
                 "Second derivatives of a call with context= are not computed over automatic mesh axes. Make the axes explicit, or "
@@ -175,7 +179,10 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
         return jax.jvp(functools.partial(function, **params), list(primals), list(map(ad.instantiate_zeros, tangents)))
 
     def batch(flat: Sequence[Array], dims: Sequence[int | None], **params: typing.Any) -> tuple:
-        """The vmap rule: JAX maps the code; the results are mapped over axis 0. Raises NotImplementedError on global arrays."""
+        """The vmap rule: JAX maps the code. Returns (results, their mapped axes, all 0). Raises NotImplementedError on global arrays.
+
+        dims   the mapped axis of each argument, None for one that is not mapped
+        """
         if params["call"].is_global:
             raise NotImplementedError(
                 "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, "
@@ -191,7 +198,10 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
 
 
 def _forward(*flat: Array, call: ContextCall) -> list[Array]:
-    """The code of `forward`: out, lse and, if the plan asks for them, max_scores and rounding."""
+    """The code of `forward`: out, lse and, if the plan asks for them, max_scores and rounding, as a list.
+
+    flat   the leaves of the operands, then those of the tables
+    """
     return Forward.of(PASSES, call, flat).forward()
 
 

@@ -74,13 +74,21 @@ class DenseBackend:
         return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None, rounding)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
+        """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, whose whole pass runs again. The residual out
+        gives its dtype only, lse its shape.
+
+        given    operands, results, cotangents (that of lse is None where it is zero) and the wanted gradients; the derivative program is
+                 not read
+        target   not read by `forward`, to which it is passed
+        """
         operands, results, d_out, d_lse, wanted, _ = given
         flags = wanted.flat
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
         def results_of(*moved: Array) -> tuple[Array, Array]:
-            """The results out and lse as a function of the wanted operands alone."""
+            """The results out and lse as a function of the wanted operands alone, in the order of Operands.movable; the others stay as
+            they are.
+            """
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
             names = Operands._fields[:FIRST_CAPTURE]
@@ -139,13 +147,17 @@ def _dropout(plan: KernelPlan, operands: Operands) -> dict:
 
 
 def _indices(plan: KernelPlan, operands: Operands) -> list[Array]:
-    """b, h, q and kv that the programs see, int32 of 4 dims that broadcast to [B, N, T, S]."""
+    """b, h, q and kv that the programs see, in this order, int32 of 4 dims that broadcast to [B, N, T, S]. b and h count from 0 in the
+    arrays of the call, because the programs themselves add origin.batch and origin.head; q and kv are positions in the whole problem.
+    """
     sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
     return indices_of(_origin(plan, operands), sizes)
 
 
 def _origin(plan: KernelPlan, operands: Operands) -> OriginTable:
-    """The origin of the queries and keys; that of the batch and the heads is in the programs."""
+    """The origin of the queries and keys of the plan as an OriginTable, whose batch and head are None, because the programs add those
+    themselves. Without an origin, all four count from 0.
+    """
     return OriginTable(None, None, operands.origin, plan.origin, NOT_KNOWN)
 
 

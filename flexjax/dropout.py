@@ -67,7 +67,9 @@ def dropout_program(
     multiplier = 1.0 / (1.0 - rate)
 
     def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The factor of the probability of one entry."""
+        """The factor of the probability of one entry, a scalar in `dtype`: 0 if it is dropped, else 1 / (1 - rate). With `broadcast`, b
+        and h are not read.
+        """
         if broadcast:
             b = h = jnp.zeros((), jnp.int32)
         on = kept(words, rate, b, h, q_idx, kv_idx)

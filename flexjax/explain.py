@@ -294,10 +294,11 @@ def describe(program: Program) -> str:
 
 
 def _blocks(call: Call) -> str:
-    """The section about blocks: a picture of the block mask, and of its entries if it is small, for the first batch entry and
-    head.
+    """The section about blocks: a picture of the block mask, and of its entries if it is small (DRAWN_BY_TOKEN), for the first batch
+    entry and head of the mask.
 
-    If the block lists are traced, or there is no mask, a line says so in place of the picture.
+    If there is no mask, or an array of the block mask is traced (its lists, or an array that its program captures), a line says so in
+    place of the picture.
     """
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
@@ -373,7 +374,7 @@ def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:
 
 
 def _sharding(x: object) -> jax.sharding.Sharding | None:
-    """The sharding of an array or ShapeDtypeStruct (which may have None); None for tracers and for anything else."""
+    """The sharding of an array or ShapeDtypeStruct (which may have None); None for tracers and for anything else, such as numpy arrays."""
     if isinstance(x, core.Tracer) or not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     return x.sharding

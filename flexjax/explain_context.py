@@ -16,11 +16,14 @@ from flexjax.plan.kernel_plan import BlockLayout
 
 
 def describe_context(built: Built, implementation: tuple[str, ...] | None, target: Target) -> str:
-    """The section about devices, as text of several lines.
+    """The section about devices, as text of several lines: the axes and the method, the layout, what each device receives, and for each
+    stage its size, the backend that runs it and the refusals of those asked before, each once.
 
     built            the call, checked and planned
     implementation   names of backends to ask, in order; None: the default order
     target           the device that the call would run on
+
+    Raises NotImplementedError if no backend runs a stage.
     """
     call, layout = built.call, built.placed.layout
     asked = built.placed.context.method

@@ -51,7 +51,10 @@ def describe_work(call: Call, run: Run) -> str:
 
 
 def _describe_reads(run: Run, operands: Operands) -> list[str]:
-    """Lines about a call with keys in pages, or one that the decode kernel runs; [] for others.
+    """Lines about a call with keys in pages, or one that the decode kernel runs; [] for others. Where they can be told: the work items,
+    the splits and the CTAs; the bytes of keys and values that are read; for the forward kernel, whether it reads pages in place or gets
+    them gathered; and the time and bandwidth predicted for an H200. Without known lengths and lists, only an upper bound of the work
+    items.
 
     run        the backend of the forward pass, with the plan
     operands   the arrays of the call, which may be traced
@@ -122,9 +125,10 @@ def _decode_kernel(run: Run) -> tuple[int, int] | None:
 
 
 def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
-    """Which keys the forward pass reads: those before the length in blocks that some query visits, bool [B, 1 or M, S].
+    """Which keys the forward pass reads: those before the key length in blocks that some query visits, bool [B, 1 or M, S]; without a
+    mask and lengths, all.
 
-    M if the mask differs by head: a key head is read for all query heads that share it. None if lengths or block lists are traced.
+    M if the lists differ by head: a key head is read for all query heads that share it. None if lengths or block lists are traced.
     """
     mask, lengths = block_mask_of(plan, operands), operands.lengths
     ends = None if lengths is None else lengths.key

@@ -70,7 +70,7 @@ class Mapped:
 
     @property
     def operands(self) -> Operands:
-        """The operands; mapped ones have the axis of copies in front."""
+        """The operands, where mapped ones have the axis of copies in front."""
         return self.problem.operands(self.flat[: self.leaves])
 
     @property
@@ -190,8 +190,8 @@ def fold(call: Mapped) -> Folded:
     with_batch = None if call.wanted is None else sum(call.wanted[:FIRST_CAPTURE])
 
     def unfold(outs: Sequence[Array]) -> list[Array]:
-        """The results of the mapped call from those of the folded one: a first axis V * B becomes V, B. Gradients of captured
-        arrays have the axis of copies already.
+        """The results of the mapped call from those of the folded one, `outs`, in the same order: a first axis V * B becomes V, B.
+        Gradients of captured arrays have the axis of copies already and stay.
         """
         split = [x.reshape(size, plan.batch, *x.shape[1:]) for x in outs[:with_batch]]
         return split + list(outs[len(split) :])
@@ -203,12 +203,12 @@ def fold(call: Mapped) -> Folded:
 
 
 def _with_sinks(call: Mapped) -> list[Array]:
-    """The results of a call whose sinks differ between copies: those of the folded call without sinks, corrected for the sinks.
+    """The results of a call whose sinks differ between copies, each with the axis of copies in front: those of the folded call without
+    sinks, corrected for the sinks. "Differ" means that the sinks or their tangent are mapped, or that each copy's own gradient is wanted.
 
-    z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability.
-    Rows of queries that do not exist have no sink: its logit is -inf there.
-    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p *
-    tz. Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
+    z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability. Rows of queries that do not exist have no sink: its
+    logit is -inf there. Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse
+    gains p * tz. Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
     """
     problem, plan, params = call.problem, call.problem.plan, dict(call.params)
     sinks_index = problem.arrange(range(call.leaves)).sinks

@@ -83,10 +83,11 @@ def fold_lengths(lengths: Lengths | None, mapped: Lengths | None, size: int) -> 
 
 
 def fold_pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> dict[str, typing.Any]:
-    """The operands key, value (the pools), pages and scales of a call whose keys are in pages, for the folded batch, by name.
+    """The operands key, value (the pools), pages and scales of a call whose keys are in pages, for the folded batch, by name; pages are
+    int32 [V * B, n].
 
-    A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there; a page
-    number outside 0 .. P - 1 becomes -1. Scales become float32 [V * P, M] then.
+    A pool that all copies share stays as it is, and so do its scales. If a pool or a scale is mapped, the pools of all copies become one,
+    and page p of copy v is page v * P + p there; a page number outside 0 .. P - 1 becomes -1. Scales become float32 [V * P, M] then.
 
     flags   which operands are mapped (Mapped.flags)
     size    V, the number of copies

@@ -143,7 +143,9 @@ def dot_product_attention(
 def _four_axes(name: str, x: Array) -> Array:
     """x with leading axes of size 1 added until it is [B, tokens, heads, dim].
 
-    Raises ValueError, for the argument `name`, for integers and for arrays of no or more than four dims.
+    name   of the argument, for messages
+
+    Raises ValueError for integers, and for arrays of 0 dims or of more than four.
     """
     if not 1 <= x.ndim <= 4:
         raise bad_argument(
@@ -160,7 +162,9 @@ def _four_axes(name: str, x: Array) -> Array:
 
 
 def _checked_implementation(implementation: Implementations | None) -> Implementations | None:
-    """The argument itself. Raises ValueError for 'cudnn', a name that jax.nn has and flexjax does not have."""
+    """The argument itself, whose other names flex_attention checks. Raises ValueError for 'cudnn', alone or in a list, a name that jax.nn
+    has and flexjax does not have.
+    """
     given: object = implementation
     if given == "cudnn" or (isinstance(given, list | tuple) and "cudnn" in given):
         raise bad_argument(
@@ -256,7 +260,7 @@ def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -
     four = array.reshape(shape)
 
     def look_up(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The element of the array for one entry of the attention matrix."""
+        """The element of the array for one entry of the attention matrix, a scalar; dimensions of size 1 are read at 0."""
         return four[tuple(0 if n == 1 else i for i, n in zip((b, h, q_idx, kv_idx), shape, strict=True))]
 
     return look_up

@@ -179,7 +179,12 @@ def text_of_paged(
     return_aux: AuxRequest | None,
     arguments: PagedArguments,
 ) -> str:
-    """The user's call of `function` in a line, for the notes of errors and warnings."""
+    """The user's call in a line, for the notes of errors and warnings. A cache is shown by its pool of keys, a table by its pages.
+
+    function                          the name of the function that the user called
+    query, cache, table, return_aux   the arguments of paged_attention, which may be wrong
+    arguments                         its other keywords; those that are None are left out
+    """
     given = {name: x for name, x in (arguments | {"return_aux": return_aux}).items() if x is not None}
     shown = {"query": query, "cache": getattr(cache, "key", cache), "table": getattr(table, "pages", table)}
     return text_of_call(function, shown | given)
@@ -210,8 +215,12 @@ class Part:
 def prepare_paged(
     query: object, cache: PagedCache, table: PageTable, return_aux: AuxRequest | None, arguments: PagedArguments
 ) -> list[Part]:
-    """Checks the arguments of `paged_attention`, and plans its passes: one; two for ragged queries of which a request may have many; or
-    two with `shared`, whose plans are partial.
+    """Checks the arguments of `paged_attention`, and plans its passes, which the caller runs and merges: one, named "all"; two,
+    FEW_QUERIES and MANY_QUERIES, for ragged queries of which a request may have many; or two, "shared prefixes" and "own tokens", with
+    `shared`, whose plans are partial. The order of the list is this one.
+
+    return_aux   the argument of that name
+    arguments    the other keywords, by name; of these, `implementation` is not read
 
     Raises ValueError for arguments that do not fit.
     """
@@ -263,10 +272,11 @@ def prepare_paged(
 
 
 def _placed(mod: typing.Any, origin: object) -> typing.Any:
-    """The mod (mask or score) with b + origin.batch and h + origin.head in place of b and h; None for None.
+    """The mod (mask or score) with b + origin.batch and h + origin.head in place of b and h; `mod` itself for an origin of None, and None
+    for None.
 
-    A mod that is not callable is returned as it is, because it is refused where it is traced. Raises ValueError for an origin of
-    queries or keys, because their positions count in the request.
+    A mod that is not callable is returned as it is, because it is refused where it is traced. Raises ValueError for an `origin` that is
+    no Origin, for one of queries or keys, because their positions count in the request, and for a batch or head that is no number.
     """
     if origin is None:
         return mod
@@ -326,7 +336,12 @@ def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
 
 
 def _merged(passes: list[tuple[Part, Results]]) -> Results:
-    """The results of a call from those of its passes: one; two with different queries; or two over different keys (merge_states.py)."""
+    """The results of a call from those of its passes, in the order of the caller's queries: of one pass as they are; of FEW_QUERIES and
+    MANY_QUERIES each row from the pass that has the query; of passes over different keys (partial plans) merged by lse (merge_states.py),
+    with out in the dtype of these passes and the larger of the max_scores. max_scores is None if it was not asked for.
+
+    passes   each part with what its `run` returned
+    """
     results = [found for _, found in passes]
     if len(results) == 1:
         return results[0]

@@ -75,7 +75,10 @@ class Queries:
     most: int
 
     def of(self, which: Array, most: int) -> "Queries":
-        """The same queries, of which only those of the requests `which` (bool [R]) exist, each of at most `most` queries."""
+        """The same queries, of which only those of the requests `which` (bool [R]) exist; the others have counts of 0.
+
+        most   an upper bound of the counts of these requests, which the caller guarantees; counts are not clipped to it
+        """
         return dataclasses.replace(self, counts=jnp.where(which, self.counts, 0), most=min(most, self.most))
 
     @property
@@ -142,7 +145,9 @@ class Rows:
             return results
 
         def of_queries(x: Array, other: float) -> Array:
-            """A result [B, T, N, ..] as [*shape, N, ..]; `other` at queries without a place."""
+            """A result x, [B, T, N, ..] of the batch entries, as [*shape, N, ..] of the caller's queries; `other` at queries without a
+            place.
+            """
             found = x.at[place[:, 0], place[:, 1]].get(mode="clip")
             found = jnp.where(exists.reshape(-1, *[1] * (found.ndim - 1)), found, jnp.asarray(other, found.dtype))
             return found.reshape(*self.shape, *found.shape[1:])
@@ -272,7 +277,7 @@ def _cut(counts: Array, starts: Array, most: int, size: int) -> Tiles:
 
 
 def _taken(x: Array, at: Array) -> Array:
-    """x[at] along the first axis, with indices clipped to the array; zeros if x has no elements there."""
+    """x[at] along the first axis, with indices clipped to the array; zeros if that axis of x is empty."""
     return (x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)).at[at].get(mode="clip")
 
 

@@ -49,10 +49,10 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
 
     platform   that the program is lowered for
 
-    Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking
-    rules (on a TPU, in an exported program, inside a shard_map that leaves axes to XLA), and None if it does not split
-    the program (one device, or a shard_map over all axes of more than one device). Each axis of the mesh has prime
-    size, because the partitioner may split an array over a part of an axis.
+    Returns one of three. A mesh: the partitioner splits the program over its devices by rules; each of its axes has prime size, because
+    the partitioner may split an array over a part of an axis. NoRule: it splits the program without asking rules (on a TPU, in an
+    exported program, inside a shard_map that leaves axes of more than one device to XLA). None: it does not split the program (one
+    device, or a shard_map over all axes of more than one device).
     """
     module = ctx.module_context
     where = module.axis_context
@@ -214,11 +214,18 @@ def lower_with_rule(
     call = custom_partitioning(lambda *flat: function(*flat))
 
     def shardings(mesh: typing.Any, how: typing.Any, dims: Sequence[str]) -> list[NamedSharding]:
-        """The shardings of arrays, given by the names of their dimensions, for the work split by `how`."""
+        """The shardings of arrays for the work split by `how`, in order.
+
+        mesh   of the shardings
+        how    what `rule.choose` returned
+        dims   the names of the dimensions of each array
+        """
         return [NamedSharding(mesh, rule.spec(how, names)) for names in dims]
 
     def infer(mesh: typing.Any, operands: Sequence[typing.Any], _: object) -> list[NamedSharding]:
-        """The shardings of the results, from arguments with shardings; the partitioner asks for them."""
+        """The shardings of the results, from arguments with shardings (`operands`): the split that `rule.choose` finds for these
+        arguments alone. The partitioner asks for them before `partition`.
+        """
         return shardings(mesh, rule.choose(rule.arguments, list(map(_spec, operands))), rule.results)
 
     def partition(mesh: typing.Any, operands: Sequence[typing.Any], outs: Sequence[typing.Any]) -> tuple:

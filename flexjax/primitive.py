@@ -57,12 +57,17 @@ def make_primitive(
 
     @functools.lru_cache(maxsize=512)
     def compiled(measured: object, **params: object) -> Callable[..., list[Array]]:
-        """The compiled primitive; `measured` is the state of the files of tiles, because other tiles are another program."""
+        """The primitive with these parameters as a jitted function of its arguments, for calls outside of jit; cached by the arguments.
+
+        measured   the state of the files of measured tiles (`tuned.state`), because other tiles are another program; not read otherwise
+        params     `problem` and the other static parameters
+        """
         return jax.jit(functools.partial(primitive.bind, **params))
 
     @functools.lru_cache(maxsize=64)
     def simulated(target: Target, problem: Problem, **params: object) -> Callable[..., list[Array]]:
-        """The function, traced and jitted without the primitive.
+        """`function` with these parameters as a jitted function of its arguments, without the primitive, for simulated kernels called
+        outside of jit; the backend is chosen here. Cached by the arguments.
 
         The simulator of GPU kernels has ordered effects, for which a lowering rule gets no tokens.
         """

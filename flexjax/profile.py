@@ -129,7 +129,7 @@ def profile(
         raise
 
     def forward(query: ArrayArgument, key: ArrayArgument, value: ArrayArgument) -> Array:
-        """The output array of the call."""
+        """The output array of the call, without the results that return_aux asks for, which are computed too."""
         if return_aux is None:
             return attend(query, key, value, implementation=implementation, **arguments)
         return attend(query, key, value, return_aux=return_aux, implementation=implementation, **arguments)[0]

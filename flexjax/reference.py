@@ -160,7 +160,7 @@ def _mask_everywhere(
         return jnp.zeros(shape, bool)
 
     def entry(*at: jax.Array) -> jax.Array:
-        """mask_mod at one entry (b, h, q, kv), as a bool array."""
+        """mask_mod at one entry, `at` its scalars (b, h, q, kv), as a bool array."""
         return jnp.asarray(mask_mod(*at), bool)
 
     by_mod = jnp.broadcast_to(over_entries(entry)(*at), shape)

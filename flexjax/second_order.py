@@ -35,7 +35,13 @@ def jvp_through_xla(function: Callable) -> Callable:
     """
 
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
-        """(results, their tangents), from the arguments of the primitive and their tangents."""
+        """(results, their tangents) of the primitive `tangent` or `backward`.
+
+        primals, tangents   the arguments of the primitive, and for each of them its tangent or a symbolic zero
+        problem, params     the static parameters of the primitive
+
+        The tangents pass through `second_order_p`, which warns where this code is lowered for a GPU or TPU.
+        """
         again = problem.differentiable()
         run = dispatch.on_xla(again.plan, targets.default())
         plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
@@ -54,7 +60,9 @@ def is_zero(tangent: object) -> bool:
 
 
 def _instantiate(primal: Array, tangent: object) -> object:
-    """The tangent of `primal` as an array: zeros for a symbolic zero, of dtype float0 if the primal has integers."""
+    """The tangent of `primal` as an array, as jax.jvp takes it: itself unless it is known to be zero (`is_zero`), else zeros, of dtype
+    float0 if the primal is of integers or bools.
+    """
     if not is_zero(tangent):
         return tangent
     if jnp.issubdtype(primal.dtype, jnp.inexact):

@@ -129,9 +129,10 @@ def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, lim
 
 
 def gradients_of(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
-    """Which gradients the timed backward pass computes: those of all operands that are present, but not of captured arrays.
+    """Which gradients the timed backward pass computes: those of query, key, value, extra features and sinks that are present, but not of
+    captured arrays.
 
-    Returns them as Wanted, and as their indices in Operands.
+    Returns (the flags as Wanted, the indices of these operands in Operands, ascending).
     """
     present = [x is not None for x in operands[:FIRST_CAPTURE]]
     places = tuple(n for n, there in enumerate(present) if there)

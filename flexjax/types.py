@@ -207,13 +207,15 @@ class Origin:
 
 
 def _flatten_origin(origin: Origin) -> tuple[tuple, tuple]:
-    """(the numbers of an Origin, (whether query is "end", `whole`)): the children and the static data of the pytree."""
+    """For the pytree of an Origin: ((batch, head, query, key), (query is "end", whole)), its children and its static data. Where query is
+    "end", the child is None and the first static item is the string "end", else False.
+    """
     end = isinstance(origin.query, str)
     return (origin.batch, origin.head, None if end else origin.query, origin.key), (end and origin.query, origin.whole)
 
 
 def _unflatten_origin(static: tuple, numbers: typing.Iterable[typing.Any]) -> Origin:
-    """The inverse of `_flatten_origin`."""
+    """The inverse of `_flatten_origin`; `numbers` may be any objects that jax puts in place of the children."""
     batch, head, query, key = numbers
     return Origin(batch, head, static[0] or query, key, static[1])
 

@@ -14,7 +14,8 @@ Tree = TypeVar("Tree")
 
 
 def varying_alike(flat: Sequence[Array]) -> list[Array]:
-    """The arrays, cast to vary over the union of the mesh axes that any of them varies over inside shard_map.
+    """The arrays, cast to vary over the union of the mesh axes that any of them varies over inside shard_map; the arrays themselves
+    outside of it.
 
     The transpose of the cast adds up the gradients of the devices that share an array.
     """

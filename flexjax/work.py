@@ -43,9 +43,10 @@ class Work:
 def work_of(call: Call) -> Work | None:
     """Counts the blocks, floating-point operations and bytes of a call (see Work), all batch entries and heads together.
 
-    Operations are those of the products q . k and p . v over the entries of visited blocks, two for each multiplication.
+    Operations are those of the products q . k (extra features included) and p . v over the entries of visited blocks, two for each
+    multiplication. Dropout, lengths and the mods do not count.
 
-    None if the block lists are traced, because their contents are not known then.
+    None if an array of the block mask is traced (its lists, or an array that its program captures).
     """
     plan = call.plan
     mask = block_mask_of(call.plan, call.operands)

@@ -310,9 +310,9 @@ def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
 def _convert(op: Op, args: list[Abstract]) -> Interval | None:
     """A conversion of bools, integers or floats to integers or floats.
 
-    The result is the whole range of an integer type in blocks where the operand may not fit the type. A bool gives 0, 1
-    or 0..1. Conversion to a float drops `contiguous`, that of a float to an integer (towards 0) both flags; rounding to
-    a float type is left to `rounded`.
+    The result is the whole range of an integer type in blocks where the operand may not fit the type. A bool gives 0, 1 or 0..1, with
+    both flags where it is known which of these. Integers keep their flags; conversion to a float drops `contiguous`, that of a float to
+    an integer (towards 0) both; rounding to a float type is left to `rounded`.
     """
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)

@@ -56,8 +56,8 @@ Abstract = Interval | Truth
 
 
 def unknown(dtype: str) -> Abstract:
-    """What is known of a value of which only the dtype is known: either truth, the range of the integer type, or NaN for
-    floats.
+    """What is known of a value of which only the dtype is known, as arrays [1, 1, 1, 1]: for "bool" a Truth that can be either and is
+    certain of nothing; else an Interval without flags, the whole range of an integer type, or NaN at both ends for other types.
     """
     if dtype == "bool":
         yes, no = jnp.ones((1, 1, 1, 1), bool), jnp.zeros((1, 1, 1, 1), bool)

@@ -269,13 +269,15 @@ class BlockMask(Parts):
 
 
 def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
-    """(array fields, static fields) of a block mask, in the order of ARRAY_FIELDS and STATIC_FIELDS, for the pytree registry."""
+    """(array fields, static fields) of a block mask, in the order of ARRAY_FIELDS and STATIC_FIELDS, for the pytree registry. on_host is
+    in neither.
+    """
     return tuple(getattr(mask, f) for f in ARRAY_FIELDS), tuple(getattr(mask, f) for f in STATIC_FIELDS)
 
 
 def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
-    """Makes the block mask of its static and array fields, in the order of STATIC_FIELDS and ARRAY_FIELDS; the inverse
-    of `_flatten`.
+    """Makes the block mask of its static and array fields, in the order of STATIC_FIELDS and ARRAY_FIELDS; the inverse of `_flatten`, but
+    on_host is None.
 
     Checks nothing, because jax puts placeholders in the leaves.
     """

@@ -161,8 +161,8 @@ class KernelPlan:
         return max(queries, blocks[0]), max(keys, blocks[1])
 
     def for_any_lists(self) -> "KernelPlan":
-        """The plan without known lists that may differ in the next call, which `KnownLists.fixed` says; the plan itself if it
-        has none of these.
+        """The plan without known lists that may differ in the next call, which `KnownLists.fixed` says; the plan itself if it has none of
+        these. A call outside of jit runs this plan, so that new lists compile nothing.
         """
         if self.blocks is None or self.blocks.known is None or self.blocks.known.fixed:
             return self

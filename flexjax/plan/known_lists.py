@@ -19,7 +19,7 @@ and computing it takes little beside so large a call."""
 
 
 class KnownLists:
-    """The four arrays of BlockLists as numpy arrays; two are equal if their numbers are.
+    """The four arrays of BlockLists as numpy arrays; two are equal if their shapes, their numbers and `fixed` are.
 
     arrays   int32, None for a list of width 0; not to be written to
     fixed    the lists follow from the mask program and the lengths alone, so all calls of an equal plan have them
@@ -28,6 +28,7 @@ class KnownLists:
     __slots__ = ("_digest", "arrays", "fixed")
 
     def __init__(self, arrays: tuple[np.ndarray | None, ...], fixed: bool) -> None:
+        """`arrays` are kept and not copied; their shapes and numbers are hashed once, here."""
         self.arrays = arrays
         self.fixed = fixed
         text = hashlib.sha256()
@@ -37,13 +38,17 @@ class KnownLists:
         self._digest = text.digest()
 
     def __eq__(self, other: object) -> bool:
+        """Whether the other is a KnownLists whose arrays have the same shapes and numbers, by their SHA-256, and the same `fixed`."""
         return isinstance(other, KnownLists) and (self._digest, self.fixed) == (other._digest, other.fixed)
 
     def __hash__(self) -> int:
+        """The hash of what `__eq__` compares."""
         return hash((self._digest, self.fixed))
 
     def __repr__(self) -> str:
+        """The first 8 hexadecimal digits of the SHA-256, and `fixed`, because the numbers are too many for a text."""
         return f"KnownLists({self._digest.hex()[:8]}, fixed={self.fixed})"
 
     def __deepcopy__(self, memo: object) -> "KnownLists":
+        """The object itself, because its arrays are not written to."""
         return self  # dataclasses.astuple copies what it finds
