@@ -77,7 +77,8 @@ def _run(problem: Problem, operands: Operands) -> Results:
 
 
 def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
-    """Binds the primitive `forward` and returns out, lse and, if the plan asks for them, max_scores and rounding.
+    """Binds the primitive `forward` to the operands `flat` and returns out, lse and, if the plan asks for them, max_scores and rounding,
+    in this order.
 
     With and without gradients it is bound here, from one source line, because Mosaic's cache key includes the line.
     """
@@ -98,6 +99,9 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     """The code of `forward`: the forward pass of `run.plan` on the backend of `run`, the choice made at lowering.
+
+    flat   the operands
+    run    the choice, whose plan may have measured tiles; all else is as in the plan of `problem`
 
     Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores and rounding. The out of a partial plan is
     the float32 sum of the backend's out and rounding.
@@ -146,9 +150,13 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
-    """The code of `tangent`, on xla: the tangents of out and lse.
+    """The code of `tangent`, on xla: [the tangent of out, the tangent of lse].
 
+    flat     operands, out, lse, rounding if the plan has `exact_captures`, and the tangents
+    run      the choice of xla
     moving   which movable operands have a tangent, in the order of Operands.movable; their tangents are the last arguments
+
+    Raises ValueError if score_mod has no derivative.
     """
     operands, results, tangents = _split(problem, flat)
     moved = Gradients.of(_spread(tangents, moving))
@@ -157,7 +165,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    """Chooses xla, the only backend with forward mode, whatever `moving` is; warns of a fallback."""
+    """Chooses xla, the only backend with forward mode, whatever `moving` is, and returns the Run; warns of a fallback on a GPU or TPU."""
     run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
@@ -276,7 +284,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> None:
     """Raises NotImplementedError unless keys and values in pages, and their scales, have tangents that are known to be zero.
 
-    tangents   one for each operand, in the order of the operands' leaves
+    problem    of a plan whose keys are in pages
+    tangents   one for each operand, in the order of the operands' leaves; an array, or a symbolic zero
     """
     given = problem.arrange(list(tangents))
     if not all(is_zero(t) for t in (given.key, given.value, *(given.scales or ()))):

@@ -243,8 +243,11 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The different candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that
-    the plan's own options fix. A candidate may be {}.
+    """The different candidates for the pass `which` ("forward" or "backward"), in the order of the backend, whose own choice is first:
+    each without the options that the plan's own options fix. A candidate may be {}, which has nothing to choose.
+
+    timed   the choice of the backend that is asked, with the target
+    plan    of the call
     """
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
     every = timed.backend.tile_candidates(plan, timed.target)

@@ -89,8 +89,10 @@ def describe_call(
 ) -> str:
     """The user's call in a line, for the notes of errors: "in flex_attention(query=float32[1, 8, 2, 64], ..., mask_mod=causal)".
 
-    function    the name of the function that the user called
-    arguments   its other keywords; those with their default are left out. Arrays are shown as dtype and shape, mods by name
+    function            the name of the function that the user called
+    query, key, value   its arrays, which may be wrong
+    return_aux          that argument; left out if it is None
+    arguments           its other keywords; those with their default are left out. Arrays are shown as dtype and shape, mods by name
     """
     is_default = lambda name, x: x is None or (isinstance(x, str | int | float) and x == DEFAULTS.get(name))
     given = {name: x for name, x in arguments.items() if not is_default(name, x)}

@@ -74,7 +74,9 @@ def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
     _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score after all mods, each applied to the result of the one before."""
+        """The score of one entry after all mods, each applied to the result of the one before; b, h, q_idx and kv_idx are the same for
+        all.
+        """
         for mod in score_mods:
             score = mod(score, b, h, q_idx, kv_idx)
         return score

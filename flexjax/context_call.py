@@ -90,7 +90,14 @@ class Built(typing.NamedTuple):
 
 
 def attention(context: object, given: Given) -> Results:
-    """The Results of a call with `context=` (not checked yet), in the layout and rows of query. Raises ValueError, NotImplementedError."""
+    """The Results of a call with `context=`, in the layout and rows of query; rounding is None, and max_scores unless the plan asks for
+    it.
+
+    context   the argument of that name, not checked yet
+    given     the other arguments
+
+    Raises ValueError for arguments that do not fit, NotImplementedError where no backend accepts the call.
+    """
     placed, _, _, _, call, operands, tables, existing = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None
@@ -206,8 +213,10 @@ def _mesh_of(query: Array) -> Mesh:
 
 
 def _check_split(name: str, x: Array, layout_name: str, context: ContextParallel) -> None:
-    """Raises ValueError unless the explicit axes that split x, the argument `name`, fit the context: its tokens are split over the axes of
-    the context or not at all, its batch and heads only over other axes, and its head dim not at all.
+    """Raises ValueError unless the explicit axes that split x, the argument `name`, fit the context: its tokens are split over the axes
+    of the context or not at all, its batch and heads only over other axes, and its head dim not at all.
+
+    layout_name   "BTNH" or "BNTH", which says where the tokens are
     """
     spec = [names_of(part) for part in jax.typeof(x).sharding.spec]
     tokens = 1 if layout_name == "BTNH" else 2

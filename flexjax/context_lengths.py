@@ -45,9 +45,11 @@ class ExistingRows(typing.NamedTuple):
     def of(
         cls, arguments: Mapping[str, typing.Any], batch: int, layout: ContextLayout, axes: tuple[str, ...], dim: int
     ) -> "ExistingRows | None":
-        """The existing rows of a call with these keyword arguments, of which the two lengths are read; None without lengths.
+        """The existing rows of a call, whose `cut`, `results` and `mask_mod` hide what does not exist; None for a call without lengths.
 
-        batch   B of query; the other arguments are fields
+        arguments           the keyword arguments of the call, by name, of which query_seq_lengths and key_value_seq_lengths are read
+        batch               B of query
+        layout, axes, dim   the fields of these names
 
         Raises ValueError for lengths that do not fit.
         """

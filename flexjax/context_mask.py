@@ -73,7 +73,9 @@ def trace_mask(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelP
     """
 
     def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query and the key lie before the end of the sequence, along the axes whose last block reaches past it."""
+        """Whether q_idx and kv_idx, positions in the whole sequence, lie before its end, along the axes whose last block reaches past it;
+        b and h are not read.
+        """
         on = jnp.asarray(True)
         if origin.whole[2] > lengths[0]:
             on = on & (q_idx < lengths[0])

@@ -51,7 +51,12 @@ def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
-    """out, lse and, if the plan asks for them, max_scores and rounding; `flat`: the leaves of the operands, then those of the tables."""
+    """out, lse and, if the plan asks for them, max_scores and rounding: by the primitive `forward` on global arrays, by its code on
+    arrays of one device.
+
+    call   the static part of the call
+    flat   the leaves of the operands, then those of the tables
+    """
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
     return tuple(Forward.of(PASSES, call, flat).forward())

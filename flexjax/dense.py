@@ -50,7 +50,7 @@ class DenseBackend:
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass: out, lse and, if the plan asks for them, max_scores and rounding (zeros), by reference_attention with the
-        plan's programs as mods. Keys in pages are gathered first; `target` is not read.
+        plan's programs as mods. max_scores and rounding are None if it does not. Keys in pages are gathered first; `target` is not read.
         """
         plan, operands = contiguous(plan, operands)
         out, lse, top = reference_attention(
@@ -110,7 +110,11 @@ class DenseBackend:
 def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
     """The plan's score program as a function (score, b, h, q_idx, kv_idx) -> score of scalars, which reads the captured arrays.
 
-    The program runs in the score dtype of the plan; the result has the dtype of the score that the function is given.
+    plan       of which the score dtype is read, in which the program runs
+    program    the score program
+    operands   of which the captured arrays of score_mod are read
+
+    The result of the function has the dtype of the score that the function is given.
     """
 
     def score_mod(score: Array, *at: Array) -> Array:

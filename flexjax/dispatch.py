@@ -243,8 +243,12 @@ def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPl
 
 @functools.lru_cache(maxsize=4096)
 def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
-    """The plan with `tiles`, pairs (KernelOptions field, value), among its options; the plan itself, with a warning, if the
-    backend `name` refuses it with them. The result is cached, so that the same arguments warn once.
+    """The plan with `tiles` among its options; the plan itself, with a warning, if the backend refuses it with them. The result is
+    cached, so that the same arguments warn once.
+
+    name     of the backend
+    target   the device that is asked about
+    tiles    pairs (KernelOptions field, value), of fields that are None in the plan
     """
     filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
     why = backend(name).refuses(filled, target)
@@ -265,13 +269,13 @@ _warned: set[tuple[str, KernelPlan, Target]] = set()
 
 
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
-    """Warns if a pass on a GPU or TPU does not run on its kernels and the call's `implementation` does not name the
-    backend that runs it.
+    """Warns if a pass on a GPU or TPU does not run on its kernels and the call's `implementation` does not name the backend that runs it.
 
     It warns once for each pass, plan and target; a warning that is turned into an error is raised each time.
 
-    which   the name of the pass: FORWARD, BACKWARD, TANGENT or SECOND, or BACKWARD with words that say more
-    run     the choice that was made for it
+    problem   of the call: its plan, its `implementation` and its text, which ends the message
+    which     the name of the pass: FORWARD, BACKWARD, TANGENT or SECOND, or BACKWARD with words that say more
+    run       the choice that was made for it
     """
     kernels = KERNELS.get(run.target.platform)
     if kernels in (None, run.backend.name) or run.backend.name in (problem.implementation or ()):

@@ -37,7 +37,13 @@ def stacklevel_of_user() -> int:
 
 
 def bad_argument(name: str, got: object, expected: str, todo: str) -> ValueError:
-    """A ValueError with the message "`NAME` is GOT; expected EXPECTED. TODO" from the four arguments; the caller raises it."""
+    """The ValueError with the message "`NAME` is GOT; expected EXPECTED. TODO"; the caller raises it.
+
+    name       of the argument, without the backticks
+    got        what it is, as the text shows it
+    expected   what was expected, a phrase
+    todo       what to do, one or several sentences with their full stops
+    """
     return ValueError(f"`{name}` is {got}; expected {expected}. {todo}")
 
 

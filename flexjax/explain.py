@@ -139,11 +139,12 @@ def _explain_paged(
     device: Device | str | None,
     arguments: dict[str, typing.Any],
 ) -> str:
-    """The text about a call of paged_attention, whose arrays may be jax.ShapeDtypeStructs; with several passes a text for each, under
-    the title "pass 1 of 2: NAME".
+    """The text about a call of paged_attention, whose arrays may be jax.ShapeDtypeStructs; with several passes a text for each, under the
+    title "pass 1 of 2: NAME".
 
-    device      the argument of `explain`
-    arguments   the keywords of paged_attention, by name; TypeError for any others
+    query, cache, table, return_aux   arguments of paged_attention
+    implementation, device            arguments of `explain`
+    arguments                         the other keywords of paged_attention, by name; TypeError for any that it does not have
 
     Raises what paged_attention raises, with the call as a note.
     """

@@ -111,7 +111,11 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
 
 
 def _decode_kernel(run: Run) -> tuple[int, int] | None:
-    """(keys of a work item, CTAs of a full grid) where a decode kernel runs the forward pass; None elsewhere."""
+    """(keys of a work item, CTAs of a full grid) where a decode kernel of mosaic_gpu, for Hopper or on mma.sync, runs the forward pass;
+    None elsewhere.
+
+    run   the choice for the forward pass
+    """
     if run.backend.name != "mosaic_gpu":
         return None
     from flexjax.backends.mosaic_gpu import choose_kernel

@@ -116,8 +116,9 @@ def fold_origin(
     """The origin for the folded batch, (layout, starts): one row if all copies and batch entries share it, else V * B rows. (None, None)
     without an origin.
 
-    flags   which operands are mapped (Mapped.flags)
-    size    V, the number of copies
+    plan, operands   of one copy, and of the mapped call, whose starts may have the axis of copies in front
+    flags            which operands are mapped (Mapped.flags)
+    size             V, the number of copies
     """
     layout, starts, mapped = plan.origin, operands.origin, flags.origin
     if layout is None or starts is None or mapped is None:

@@ -226,8 +226,8 @@ def _shown(x: object) -> str:
 
 
 def _lengths(name: str, values: ArrayLike | None, batch: int) -> Array | None:
-    """The argument `name`, a length for each batch entry, as an integer array [batch]; None for None. Raises ValueError for anything
-    else.
+    """The argument `name`, whose value is `values`, a length for each batch entry, as an integer array [batch]; None for None. Raises
+    ValueError for another shape, a single number included, and for other dtypes.
     """
     if values is None:
         return None

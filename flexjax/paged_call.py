@@ -237,7 +237,11 @@ def prepare_paged(
         )  # `size` has it, and the decode kernel refuses plans that give it
 
     def part(name: str, rows: Rows, mask_mod: MaskMod | None, sinks: ArrayArgument | None) -> Part:
-        """Plans the pass over the keys of `rows` with this mask and these sinks; the other arguments are those of the call."""
+        """Plans the pass over the keys of `rows`, and returns it. Its plan is partial if the call has `shared`.
+
+        name              of the pass
+        mask_mod, sinks   of the pass, where b is the request; the other arguments are those of the call
+        """
         call = prepare(
             rows.inputs.query,
             rows.inputs.key,

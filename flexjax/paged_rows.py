@@ -46,7 +46,7 @@ and of such head dims in place; others it would gather for each tile."""
 
 
 def tile_size(inputs: Inputs) -> int:
-    """How many queries a tile has: at most TILE, and at most PACKED_ROWS rows with their query heads.
+    """How many queries a tile has: at most TILE, and at most PACKED_ROWS rows with their query heads (of one key head); at least 1.
 
     It depends on the numbers of heads alone and not on how many queries there are, because another size gives other bits.
     """
@@ -168,8 +168,10 @@ def check_rows(
 ) -> tuple[Rows, Queries]:
     """Checks the arrays of a call; returns (rows with a batch entry for each request, the queries of all requests).
 
-    Ragged queries, those with cu_q_lens, are one batch entry; `ragged_rows` cuts them into tiles. Raises ValueError for arguments that
-    do not fit, and NotImplementedError for a query that explicit mesh axes split.
+    query, cache, table, query_seq_lengths, cu_q_lens, sinks   the arguments of paged_attention
+
+    Ragged queries, those with cu_q_lens, are one batch entry instead; `ragged_rows` cuts them into tiles. Raises ValueError for arguments
+    that do not fit, and NotImplementedError for a query that explicit mesh axes split.
     """
     _, page = check_cache(cache)
     check_table(table, page)

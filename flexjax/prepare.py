@@ -240,8 +240,8 @@ def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, 
 
 
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product, from the argument scale: a float, or the jax scalar that was given. None gives
-    1 / sqrt(head dim).
+    """The factor of the dot product, from the argument `scale`: a Python float, or the jax scalar that was given, as it is. None gives 1
+    / sqrt(head dim of `inputs`).
 
     Raises ValueError for a number that is not finite and for an array that is no real scalar.
     """

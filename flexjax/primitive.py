@@ -76,7 +76,8 @@ def make_primitive(
 
     @primitive.def_impl
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
-        """Evaluates the primitive outside of jit, by one of the compiled functions above.
+        """Evaluates the primitive outside of jit and returns its list of results, by one of the compiled functions above: `simulated` for
+        a plan with options.interpret, else `compiled`. Block lists that may differ in the next call are left out of the plan.
 
         Under jax.disable_jit too, as JAX evaluates its own primitives: a jit that is disabled would bind the primitive again.
         """
@@ -94,12 +95,16 @@ def make_primitive(
     def lower(
         ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
     ) -> typing.Any:
-        """The lowering rule: chooses the backend for the target and inlines the code of `function` on that backend.
+        """The lowering rule: chooses the backend for the target and inlines the code of `function` on that backend. Returns the lowered
+        results (MLIR values).
 
-        If XLA's partitioner splits the program over devices, the primitive becomes a call with a partitioning rule, and is
-        lowered again for one device's share.
+        If XLA's partitioner splits the program over devices by rules, the primitive becomes a call with a partitioning rule, and is
+        lowered again for one device's share. If it splits the program without rules, or the keys of the call are in pages, every device
+        computes the whole call, with a warning.
 
         platform   that the rule is registered for; None: the first platform of the module
+
+        Errors get the user's call as a note.
         """
         # Types without sharding: a loop that starts from zeros would not match operands that vary over mesh axes.
         avals: typing.Any = ctx.avals_in

@@ -78,7 +78,7 @@ def _second_order() -> Primitive:
     primitive.def_abstract_eval(lambda x, problem: x)
 
     def warn(target: Target, problem: Problem) -> None:
-        """Warns that the second derivatives of the problem do not run on the kernels of the target, if it has any."""
+        """Warns that the second derivatives of the problem do not run on the kernels of the target's platform, if it has any."""
         run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
 

@@ -186,7 +186,7 @@ def time_tile(
     """
 
     def skip(reason: str) -> Trial:
-        """The trial of a candidate that does not run, which is logged."""
+        """Logs that the candidate does not run, for this reason, and returns its trial, without seconds."""
         LOG.warning("autotune leaves out %s: %s", shown(tile), reason)
         return Trial(Timing(which, tile, None, 0, reason), None)
 

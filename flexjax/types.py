@@ -242,8 +242,9 @@ KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
 
 
 def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless the attributes `names` of `options` are Python bools; `owner`: the user's argument, for the
-    message.
+    """Raises ValueError unless the attributes `names` of `options` are Python bools.
+
+    owner   the user's argument that `options` is, for the message
     """
     for name in names:
         value = getattr(options, name)

@@ -114,7 +114,9 @@ EXACT_FLOATS = frozenset({"max", "min", "neg", "abs", "select_n", "convert_eleme
 def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array]) -> Array:
     """The result of an operation or load whose operands are points: an array that broadcasts to one number a block.
 
-    args       the operands, arrays of four dims that broadcast to one number a block; for a load its indices, which are clipped
+    step       the operation, which is reproducible (`_is_reproducible`), or the load
+    args       the operands, arrays of four dims that broadcast to one number a block; for a load its indices, which are clipped to the
+               array
     captures   the captured arrays of the program
     """
     if isinstance(step, Op):
@@ -124,10 +126,11 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
-    """A point as an Interval with equal ends, attained and, if it is an integer, contiguous; or, if its `dtype` is
-    bool, as a Truth.
+    """A point as an Interval with equal ends, attained and, if it is an integer, contiguous; or, if its `dtype` is bool, as a Truth,
+    certain everywhere.
 
-    The ends of floating types narrower than float32 are stored as float32.
+    value   what `_evaluate_point` returns
+    dtype   name of its dtype; the ends of floating types narrower than float32 are stored as float32
     """
     if dtype == "bool":
         return Truth(value, ~value, value, ~value)

@@ -60,7 +60,9 @@ class BlockMask(Parts):
         partial, full = self._flags()
 
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-            """Whether the entry is visible: its block is full, or is partial and the traced mask shows the entry."""
+            """Whether the entry (b, h, q_idx, kv_idx) is visible: its block is full, or is partial and the traced mask shows the entry.
+            Indices count from 0 in the arrays of the call; a mask of one batch entry (head) serves every b (h).
+            """
             batch, heads = (at if n > 1 else 0 for at, n in zip((b, h), partial.shape[:2], strict=True))
             block = (batch, heads, q_idx // self.block_size[0], kv_idx // self.block_size[1])
             return full[block] | (partial[block] & inside(b, h, q_idx, kv_idx))

@@ -145,7 +145,9 @@ def from_traced(
 
 
 def _unsplit(x: Array) -> Array:
-    """The array itself; if explicit mesh axes split it, a copy that is gathered, so that every device has all of it."""
+    """The array x itself; if explicit mesh axes split it, a copy that is gathered on all devices of the mesh, so that every device has
+    all of it.
+    """
     where = jax.typeof(x).sharding
     if all(part is None for part in where.spec):
         return x

@@ -122,10 +122,12 @@ def codes_of(found: Array, certain: Array) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_rows(mask: BlockedMask) -> Callable:
-    """A compiled function from captures and numbers of query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]."""
+    """A compiled function from captures and numbers of query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]; cached by
+    the mask.
+    """
 
     def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
-        """The codes of the blocks in these rows."""
+        """The codes of the blocks in the rows `q_blocks` (int32 numbers of query blocks), int8 [batch, heads, len(q_blocks), kv blocks]."""
         return codes_of(*classify_rows(mask, captures, q_blocks))
 
     return jax.jit(classify)
@@ -133,10 +135,14 @@ def _compiled_rows(mask: BlockedMask) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_tiles(mask: BlockedMask) -> Callable:
-    """A compiled function from captures and coordinates [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
+    """A compiled function from captures and coordinates [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]; cached by the
+    mask.
+    """
 
     def classify(captures: Sequence[Array], places: Array) -> Array:
-        """The codes of the blocks in the squares at `places`; a block past the end of the matrix is EMPTY."""
+        """The codes of the blocks in the squares at `places` (int32 [n, 4]), int8 [n, SIDE, SIDE]; a block past the end of the matrix is
+        EMPTY.
+        """
         arrays, placed = mask.placed(captures)
         grid = block_tiles(places, SIDE, mask.sizes, placed)
         codes = codes_of(*classes_of(decide(mask.program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))

@@ -78,9 +78,9 @@ def parts_of(
     origin: OriginTable | None = None,
     on_host: tuple[np.ndarray, ...] | None = None,
 ) -> Parts:
-    """Makes a Parts.
+    """Makes a Parts of its fields; nothing is checked or copied.
 
-    lists     its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices
+    lists     its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices, in this order
     lengths   its q_len and kv_len
 
     All other arguments are the fields of the same names.

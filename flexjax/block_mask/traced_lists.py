@@ -100,13 +100,15 @@ def _compiled(**params: typing.Any) -> Callable[..., list[Array]]:
 
 @block_lists_p.def_impl
 def _run(*captures: Array, **params: typing.Any) -> list[Array]:
-    """Evaluates the primitive outside of jit: compiled, also under jax.disable_jit."""
+    """Evaluates the primitive outside of jit: the four list arrays of `captures`, by the compiled function, also under disable_jit."""
     with jax.disable_jit(False):
         return _compiled(**params)(*captures)
 
 
 def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[list[Array], list]:
-    """The jvp rule: the four list arrays and zero tangents, because lists are integers."""
+    """The jvp rule: (the four list arrays, zero tangents for each), because lists are integers. The tangents of the captures are not
+    read.
+    """
     outs = block_lists_p.bind(*captures, **params)
     return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
@@ -125,7 +127,12 @@ def _batch(
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
-    """The lowering rule: `_lists` as a call with the partitioning rule if XLA's partitioner splits the program, else inlined."""
+    """The lowering rule: `_lists` as a call with the partitioning rule if XLA's partitioner splits the program by rules, else inlined.
+    Returns the lowered four list arrays (MLIR values).
+
+    ctx, flat   the context of the lowering rule, and the lowered captures
+    params      the static parameters, mask and exact
+    """
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if not isinstance(how, Mesh):  # where there is no rule, the call that takes the lists says what that means
         return mlir.lower_fun(functools.partial(_lists, **params), multiple_results=True)(ctx, *flat)

@@ -198,7 +198,7 @@ def _with_bias(
     look_up = broadcast_lookup("bias", _four_axes("bias", jnp.asarray(bias), batch), sizes)
 
     def biased(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score after score_mod plus the bias of this entry."""
+        """The score of one entry after score_mod, plus the bias of this entry, cast to the dtype of the score."""
         score = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
         return score + look_up(b, h, q_idx, kv_idx).astype(score.dtype)
 
@@ -253,7 +253,9 @@ def _at_positions(
         return score_mod, mask_mod
 
     def of_key(b: Array, kv_idx: Array) -> Array:
-        """The position of a key: its entry of `positions` if queries and keys are the same tokens, else its index."""
+        """The position of the key kv_idx of batch entry b: its entry of `positions` if queries and keys are the same tokens, else its
+        index.
+        """
         return positions[b, kv_idx] if both else kv_idx
 
     placed_score, placed_mask = None, None

@@ -79,7 +79,9 @@ def segment_attention(
         masks.append(lambda b, h, q, kv: (q_ids[b, q] == kv_ids[b, kv]) & (q_ids[b, q] != 0))
 
     def behind(b: Array, q: Array, kv: Array) -> Array:
-        """By how many positions the key is behind the query, negative if it is ahead."""
+        """By how many positions the key kv is behind the query q of batch entry b, negative if it is ahead; indices in the row count as
+        positions without `positions`.
+        """
         return q - kv if q_at is None or kv_at is None else q_at[b, q] - kv_at[b, kv]
 
     if causal:

@@ -106,7 +106,13 @@ def empty(
 
 
 def _given_scale(given: Scales, heads: int) -> Array:
-    """The scales that a caller gives for keys or for values, as float32 [M]; `heads` is M. Raises ValueError for another shape or dtype."""
+    """The scales that a caller gives for keys or for values, as float32 [M].
+
+    given   a number or an array [] or [M], of a floating dtype
+    heads   M
+
+    Raises ValueError for another shape or dtype, an int included.
+    """
     array = jnp.asarray(given)
     if array.shape not in ((), (heads,)) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise bad_argument(
@@ -209,7 +215,11 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
     tokens = tokens.astype(pool.dtype)
 
     def write(pool: Array, tokens: Array) -> Array:
-        """The pool after the copies of pages of `growth`, with each token in its slot of its page; others are left out."""
+        """The pool after the copies of pages of `at.growth`, with each token in its slot of its page; a token that is not written is left
+        out.
+
+        pool, tokens   of one dtype, which may be integers that stand for their bits
+        """
         return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
 
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:

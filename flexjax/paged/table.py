@@ -187,8 +187,8 @@ def _decode_uses(table: PageTable) -> tuple[Array, Array]:
 
 
 def _encode_uses(counts: Array, spares: Array) -> Array:
-    """`PageTable.uses` from what `_decode_uses` returns. Counts below 0, of tables that did not count, become 0; a page among the
-    spares is marked as reserved, whatever its count was.
+    """`PageTable.uses` from `counts` and `spares`, as `_decode_uses` returns them. Counts below 0, of tables that did not count, become
+    0; a page among the spares is marked as reserved, whatever its count was.
     """
     rows, pool = spares.shape[0], counts.shape[0]
     mark = -1 - jnp.arange(rows, dtype=jnp.int32)

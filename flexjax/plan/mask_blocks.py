@@ -208,7 +208,9 @@ def _traced(
         inside = None if program is None else as_mask_mod(program, captures)
 
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-            """Whether the entry is visible: by the class of its old block, and in a partial block by the old mask."""
+            """Whether the entry is visible: True in a full old block, False in an empty one, and in a partial one what the old mask says
+            (True without one). q_idx and kv_idx tell the old block, so they must count from 0 in the arrays of the call.
+            """
             at = (b if batch > 1 else 0, h if heads > 1 else 0, q_idx // block_q, kv_idx // block_kv)
             kind = classes[at]
             return (

@@ -102,8 +102,8 @@ def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
 
 
 def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws, with the same
-    arguments.
+    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws, with the same arguments.
+    A query that sees no key has probabilities 0.
     """
     return _over_heads(query, key, drawn, "weight")
 
