@@ -214,7 +214,9 @@ class Builder:
         return self._known[key]
 
     def load_step(self, atom: Atom) -> Load:
-        """The Load of this program whose result is `atom`, an atom that `load` returned."""
+        """The Load of this program whose result is `atom`, an atom that `load` returned; for passes that keep a program's gradients.
+        StopIteration for any other atom.
+        """
         return next(s for s in self.steps if isinstance(s, Load) and s.out == atom)
 
     def clamped(self, index: Atom, limit: int) -> Atom:

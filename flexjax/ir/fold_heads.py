@@ -20,14 +20,17 @@ from flexjax.ir.replay import replay
 def fold_heads(
     program: Program, q_len: int, group: int, lengths: tuple[int, int], origin: OriginLayout | None
 ) -> Program:
-    """Rewrites the program of one call into the program of its packed rows.
+    """Rewrites the program of one call into the program of its packed rows, whose h is the key head and whose q is the row. Results are
+    remembered.
 
     program   the program of the call
     q_len     queries of a head
     group     query heads of a key head
     lengths   (batch entries, keys) of the call
-    origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program
-              has two more captured arrays, those of `Starts`: query and key, both int32 [rows, 1]
+    origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program has two
+              more captured arrays, those of `Starts`: query and key, both int32 [rows, 1]
+
+    Results and gradients correspond to those of `program`. Rows past the last one are the kernel's to hide.
     """
     batch, heads, q_size, kv_size = program.sizes
     rows = q_len * group

@@ -174,11 +174,11 @@ def table_of(
     """The argument `origin` of a call as an OriginTable, itself if it is one; None if it is None or all its numbers are int 0.
 
     batch      batch entries of the call; 1 where one block mask serves any number of them
-    lengths    (queries, keys) of the call
-    existing   how many queries and keys of each batch entry exist, int32 [batch]; None: all
+    lengths    (queries, keys) of the call; each is one run
+    existing   how many queries and keys of each batch entry exist, int32 [batch], for query="end" (`_at_end`); None: all
 
-    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for numbers of other types or shapes, and
-    for indices that are negative or past `whole`; numbers of jax arrays are not looked at.
+    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for numbers of other types or shapes, for a `whole`
+    shorter than the call, and for numbers below 0 or too large for `whole`; those of jax arrays are not looked at.
     """
     if origin is None or isinstance(origin, OriginTable):
         return origin
@@ -217,10 +217,10 @@ def table_of(
 def _at_end(
     origin: Origin, batch: int, whole: Sizes, lengths: tuple[int, int], existing: tuple[Array | None, Array | None]
 ) -> tuple[Origin, Sizes]:
-    """(an origin with query="end" as one with numbers, a `whole` above its positions, UNKNOWN where they are not known). The
-    first query lies at the first key plus max(keys - queries, 0), of those that exist. Arguments as for `table_of`.
-
-    Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has rows.
+    """(`origin` with numbers in place of query="end", a `whole` above its positions, UNKNOWN where not known); arguments of `table_of`.
+    The first query lies at the first key plus max(keys - queries, 0), of those that exist. Keys end with the call if `origin.key` is int
+    0, else where `whole` says. Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has
+    rows.
     """
     key = (
         0

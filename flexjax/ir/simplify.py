@@ -103,12 +103,12 @@ def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
 
 
 def _size(atom: Atom, definition: Definition, depth: int = DEEPEST) -> tuple[float, float] | None:
-    """The largest and the smallest magnitude of a factor that is a select between literals or a product of such selects.
+    """(the largest, the smallest magnitude) of a factor that is a select between literals, or a product of such selects.
 
     definition   from an atom to the Op that computes it
     depth        how many more levels of nested products are looked into
 
-    None for any other atom and for one that depends on the score.
+    None for any other atom, for one that depends on the score, and if a literal is no factor by `_number`.
     """
     op = definition(atom)
     if op is None or "score" in axes_of(atom):

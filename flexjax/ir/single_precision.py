@@ -86,7 +86,7 @@ def _rounded(program: Program) -> Program:
     loads: dict[int, Load] = {}
 
     def new(atom: Atom) -> Atom:
-        """The atom of the new program for one of the old."""
+        """The atom of the new program for an atom of the old: a float64 literal rounded to float32, other literals as they are."""
         if not isinstance(atom, Lit):
             return atoms[atom.id]
         return Lit(float(np.float32(atom.value)), "float32") if atom.dtype == "float64" else atom
@@ -106,5 +106,5 @@ def _rounded(program: Program) -> Program:
 
 
 def _narrow(dtype: str) -> str:
-    """The dtype name of the new program for one of the old."""
+    """The dtype name of the new program for one of the old: float32 for float64, any other as it is."""
     return "float32" if dtype == "float64" else dtype

@@ -108,10 +108,12 @@ def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[Co
 
 
 def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Split, run: Run) -> list[Array]:
-    """The results of a call over explicit axes: calls `run` on every device with the call and the arrays of its share.
+    """The results of a call over explicit axes, [out, lse] and, if the plan asks for it, max_scores: calls `run` on every device with the
+    call and the arrays of its share.
 
-    split   over which axes the batch and the heads are split
-    run     from the call and the flat list of operands and tables of one device to its results
+    operands, tables   whole arrays; those that are split otherwise than the work are resharded
+    split              over which axes the batch and the heads are split
+    run                from the call and the flat list of operands and tables of one device to its results
 
     The results are split as query is, their tokens over the axes of the sequence.
     """
@@ -121,7 +123,7 @@ def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Spl
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
-    """The call as a jitted function from the flat list of whole operands and tables to the results; cached.
+    """The call as a jitted function from the flat list of whole operands and tables to the list of results of `split_work`; cached.
 
     split      over which axes the batch and the heads are split
     run        from the call and the flat list of operands and tables of one device to its results

@@ -192,15 +192,17 @@ class Backward(OnDevice):
         part: ShardPart | None = None,
         kept: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """`sums` over the keys of all shards, or of one part of each, which travel once around the ring.
+        """`sums` over the keys of all shards, or of one part of each, which travel once around the ring. A collective.
 
-        The gradients of keys follow the keys from device to device, a step behind. After as many steps as there are devices they
-        are at the owner of the keys.
+        The gradients of keys follow the keys from device to device, a step behind. After as many steps as there are devices they are at
+        the owner of the keys.
 
         own       the key blocks of this device that travel: all, or those of `part`
         travels   indices among the wanted gradients of those over keys
         part      which part of each shard travels; None: whole shards
         kept      sums so far of the gradients that do not travel, to which terms are added; None: zeros
+
+        Returns all wanted gradients in their order, those that travel for the blocks of `own`.
         """
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]

@@ -87,7 +87,9 @@ class OnDevice:
         )
 
     def with_method(self, method: str) -> typing.Self:
-        """The same call with another method and `checked` False."""
+        """The same call with another method and `checked` False; operands and tables stay. For a checked call, which tries "neighbours"
+        and "ring", and for tangents.
+        """
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
 
     def nothing_missing(self) -> Array:

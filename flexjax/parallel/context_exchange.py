@@ -74,14 +74,19 @@ class Exchange(typing.NamedTuple):
         return found
 
     def keys(self, packed: Array, like: Keys, numbers: Array) -> Keys:
-        """The Keys in `packed`, with the heads and dims of `like`; `numbers`: those of the blocks in the sequence."""
+        """The Keys in `packed`, with the heads and dims of `like`, and stage (0, 0).
+
+        packed    as `pack` makes it, of key, value and, if `like` has it, key_extra
+        numbers   int32: those of the blocks in the sequence
+        """
         arrays = self.unpack(packed, like.arrays)
         return Keys(arrays[0], arrays[1], arrays[2] if like.key_extra is not None else None, numbers)
 
     # ------------------------------------------------------------------ neighbours
 
     def shifted(self, x: Array, shift: int) -> Array:
-        """The array x of the device that is `shift` places before this one along the axes of the sequence, cyclically.
+        """The array x of the device that is `shift` places before this one along the axes of the sequence, cyclically; a negative shift
+        counts the other way. A collective, which all devices call with the same shift.
 
         The axes are given to ppermute in the order of the mesh, because it numbers devices in that order whatever it is given.
         """
@@ -102,11 +107,13 @@ class Exchange(typing.NamedTuple):
         return self.keys(jnp.concatenate(packed, 1), own, jnp.concatenate(numbers))._replace(stage=(1, 0))
 
     def give_back(self, gradients: Sequence[Array]) -> list[list[Array]]:
-        """Sends the gradients of received key blocks to their owners.
+        """Sends the gradients of received key blocks to their owners; a collective, the inverse of `receive`. The caller adds what
+        arrives.
 
-        gradients   of all received key blocks in the order of `receive`, float32
+        gradients   of all received key blocks in the order of `receive`, float32: a list of arrays over keys in the plan's layout
 
-        Returns for each round the gradients of the own key blocks in `tables.send`, past the end of a message zeros.
+        Returns for each round the list of the gradients of the own key blocks in `tables.send`, past the end of a message zeros, because
+        no query of the receiver sees the padding.
         """
         packed, at, found = self.pack(gradients), 0, []
         for shift, send in zip(self.call.shifts, self.tables.send, strict=True):
@@ -217,7 +224,12 @@ class Exchange(typing.NamedTuple):
         )
 
     def _reordered(self, x: Array, blocks: Array, size: int, order: typing.Callable[[Array, Array], Array]) -> Array:
-        """x with its blocks of `size` tokens in another order, that of `order` (`in_order` or `by_device`)."""
+        """x with its blocks of `size` tokens in another order, for `to_heads` and `to_tokens`; the shape stays.
+
+        x        an array over tokens, or a row statistic, in the plan's layout
+        blocks   int32 [devices, each]: the numbers of the blocks of each device
+        order    `in_order` (device by device to the order of the sequence) or `by_device` (back)
+        """
         axis = token_axis(self.call.plan)
         split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         first = jnp.moveaxis(split, axis, 1)

@@ -116,7 +116,8 @@ class Forward(OnDevice):
     def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
         """The rows of one stage: over `keys`, with `sinks` also over the sinks if the call has them.
 
-        partial   whether the rows will be merged with those of other stages; out is then in the score dtype
+        partial   whether the rows will be merged with those of other stages; out is then in the score dtype, otherwise in the dtype of
+                  query, or float32 if the plan of the stage returns rounding
         """
         stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
         out, lse, *others = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)

@@ -71,10 +71,10 @@ def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> 
 def _compiled(
     problem: Problem, split: Split, spec: PartitionSpec, run: Run, measured: object
 ) -> Callable[..., Results]:
-    """A jitted function from the flat list of operands to the Results, which runs `run` on each device's share; cached.
+    """A jitted function from the flat list of operands to the Results, which runs `run` on each device's share; cached. `rounding` of the
+    Results is None.
 
-    Eager calls also go through jit: without it, shard_map would run one operation at a time, and would refuse arrays that are on
-    no mesh.
+    Eager calls also go through jit: without it, shard_map would run one operation at a time, and would refuse arrays that are on no mesh.
 
     spec       how the first three dimensions of query are split; those of the results become split like them
     run        computes the forward pass of one device from the problem and the operands of its share

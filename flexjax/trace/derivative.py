@@ -41,20 +41,25 @@ def stops_gradients(program: Program) -> bool:
 
 
 def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:
-    """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies.
+    """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies and without stop_gradient.
 
     source   the program of a mod in which functions with a derivative rule of their own (custom functions) are Calls
     sizes    (batch, heads, q_len, kv_len)
 
-    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads. The captured
-    arrays of the source keep their numbers; those of the bodies follow.
+    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads (Replayed); the caller ends
+    the program. The captured arrays of the source keep their numbers; those of the bodies follow, and these alone are in
+    `Lowering.arrays`.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
     builder.captures = list(source.captures)
 
     def call(step: Call, new: Callable[[Atom], Atom]) -> Sequence[Atom]:
-        """The new atoms of a Call's results: from the body of a custom function, from a copy of any other Call."""
+        """The new atoms of a Call's results, in order: from the body of a custom function, from a copy of any other Call.
+
+        step   the Call of the source program
+        new    from an atom of the source program to the new one
+        """
         if step.name not in CUSTOM:
             return append_call(builder, step, new)
         assert step.inner is not None

@@ -19,7 +19,9 @@ from flexjax.trace.values import Value
 
 
 def inner_jaxpr(eqn: Equation) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
-    """The body of a nested function that an equation calls (jit, remat), and the values of the body's constants."""
+    """(the body of a nested function that an equation calls (jit, remat), the values of the body's constants), for `Lowering.inline`; the
+    second is () where the equation has a jaxpr without constants.
+    """
     closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
 

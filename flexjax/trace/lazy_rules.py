@@ -27,8 +27,8 @@ def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
 
 
 def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
-    """The element of an array of atoms at `index`, which is in bounds: a chain of selects where the index is known only
-    in the kernel.
+    """The element of an array of atoms at `index`, one int32 atom for each dimension, in bounds: picked at once along dimensions whose
+    index is a literal, by a chain of selects over all elements where it is known only in the kernel.
     """
     if not index:
         return atoms.item()

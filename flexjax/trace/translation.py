@@ -129,7 +129,8 @@ class Translation(Protocol):
         ...
 
     def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
-        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results.
+        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results, which the
+        caller selects. All branches are translated; `taken` matters to derivatives alone (`Lowering.run_branch`).
 
         closed   the jaxpr of the branch, with its constants
         args     the values of its inputs
@@ -137,7 +138,9 @@ class Translation(Protocol):
         ...
 
     def as_atoms(self, value: Value) -> np.ndarray:
-        """Turns any value into an array of atoms; ModError for more than MAX_ELEMENTS elements."""
+        """Turns any value into an array of atoms of its shape; elements of a known value become loads, or literals (`Lowering.as_atoms`).
+        ModError for more than MAX_ELEMENTS elements.
+        """
         ...
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:

@@ -102,7 +102,9 @@ def is_known(value: Value) -> TypeGuard[jax.Array]:
 
 
 def settled(array: LazyArray) -> Value:
-    """A lazy array as it is; one of at most one element as an array of atoms, because nothing is gained by waiting."""
+    """The value that stands for a new lazy array: the array as it is, but one of at most one element is made at once, as an array of
+    atoms, because nothing is gained by waiting.
+    """
     return array.atoms() if array.size <= 1 else array
 
 

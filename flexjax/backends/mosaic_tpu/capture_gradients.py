@@ -21,8 +21,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """The load with this number in derivative.gradients; result 2 + number of the derivative program is the derivative of the
-    score by it.
+    """The load with this number in derivative.gradients: the step by whose result the derivative is taken. Result 2 + number of the
+    derivative program is the derivative of the score by it.
     """
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)

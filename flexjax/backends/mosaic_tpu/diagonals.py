@@ -30,8 +30,9 @@ def skewed(diagonals: jax.Array) -> jax.Array:
 
 
 def unskewed_sums(array: jax.Array) -> jax.Array:
-    """The transpose of `skewed`: out[..., x] = sum over r of array[..., r, x + r], of an array [..., 8, n], as [..., n]. Rows are
-    shifted and not rolled: what would come from past the end is 0, and the first r elements of row r are dropped.
+    """The transpose of `skewed`, by which `dq_kernel` ends the sums of `toeplitz_sums`: out[..., x] = sum over r of array[..., r, x + r],
+    of an array [..., 8, n], as [..., n]. Rows are shifted and not rolled: what would come from past the end is 0, and the first r
+    elements of row r are dropped.
     """
     length = array.shape[-1]
     widths = [(0, 0)] * (array.ndim - 2)

@@ -116,7 +116,7 @@ class TileGeometry:
         return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(before, after)])
 
     def unpad_diagonals(self, values: jax.Array) -> jax.Array:
-        """The values of a diagonal array [..., diagonals] by ascending q - kv, [..., kv_len + q_len - 1].
+        """The values of a diagonal array [..., diagonals] by ascending q - kv, [..., kv_len + q_len - 1]; the padding is dropped.
 
         It is the inverse of `pad_diagonals`, and its transpose.
         """

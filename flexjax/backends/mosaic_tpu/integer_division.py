@@ -35,8 +35,8 @@ def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0; undefined for y = 0 and for the least
-    integer by -1.
+    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0, for the rules `_unsafe_div`, `_unsafe_floordiv` and
+    `_unsafe_floormod`; undefined for y = 0 and for the least integer by -1.
 
     It may also be wrong at positions past the end of the matrix, where x is not in its known range; these are masked.
     """
@@ -81,19 +81,21 @@ def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unsafe_floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded down; undefined for y = 0 and for the least integer by -1."""
+    """The quotient x / y of int32 or uint32, rounded down, for `_defined`; undefined for y = 0 and for the least integer by -1."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=True)
 
 
 def _unsafe_rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of x; undefined for integers if y = 0, and for the least integer by -1."""
+    """The remainder of x / y with the sign of x, of integers or floats, for `_defined`; undefined for integers if y = 0, and for the
+    least integer by -1.
+    """
     return lax.rem(*broadcast([x, y]))
 
 
 def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded towards 0; undefined for y = 0 and for the least integer by -1."""
+    """The quotient x / y of int32 or uint32, rounded towards 0, for `_defined`; undefined for y = 0 and for the least integer by -1."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=False)

@@ -192,7 +192,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
 
 
 def _varying(arrays: Sequence[jax.Array]) -> jax.sharding.ManualAxisType:
-    """The mesh axes of a surrounding shard_map along which any of the arrays varies, as the type that all outputs get."""
+    """The mesh axes of a surrounding shard_map along which any of the arrays varies (none outside of shard_map), as the type that all
+    outputs get and to which all operands are cast (`_as_varying`).
+    """
     axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
     return jax.sharding.ManualAxisType(varying=frozenset().union(*axes))
 

@@ -217,7 +217,7 @@ class PageCopies:
         return pl.ds(pl.multiple_of(row, self.rows), self.rows)
 
     def _in_pool(self, pages: Pages, number: jax.Array) -> jax.Array:
-        """Whether the pool has the page with this number."""
+        """Whether the pool of `pages` has the page with this number, a traced bool scalar; False for -1, which stands for no page."""
         return (number >= 0) & (number < np.int32(pages.key.shape[0]))
 
     def _copies(self, pages: Pages, slots: PageSlots[jax.Ref], piece: Piece) -> list:

@@ -230,7 +230,9 @@ def _origin_refusal(plan: KernelPlan) -> str | None:
 
 
 def _heads_do_not_divide(plan: KernelPlan) -> bool:
-    """Whether neither of the numbers of heads of key and of key_extra divides the other; True also if one is 0."""
+    """Whether key and key_extra have numbers of heads of which neither divides the other, so that the heads of both cannot be repeated to
+    the larger number; True also if one is 0.
+    """
     low, high = sorted((plan.kv_heads, plan.extra_heads))
     return low == 0 or high % low != 0
 

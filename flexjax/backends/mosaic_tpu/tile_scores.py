@@ -108,7 +108,8 @@ class TileScores:
 
     @functools.cached_property
     def finite_where_off(self) -> bool:
-        """Whether everything that a backward kernel multiplies at entries that are off is finite there.
+        """Whether everything that a backward kernel multiplies at entries that are off is finite there: no tile reaches past an end or a
+        length, the score program stays finite (split_program.stays_finite), and there is no dropout.
 
         Then the products are 0 because p is, and no select after them is needed.
         """
@@ -126,17 +127,23 @@ class TileScores:
         return bool(self.plan.lengths[1] or self.order.geometry.kv_len % self.order.geometry.block_kv)
 
     def end_of_queries(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of queries that exist in the batch entry of the visit; all of the call without query lengths."""
+        """In a kernel: the number of queries that exist in the batch entry of the visit, an int32 scalar; all of the call, a numpy int32,
+        without query lengths.
+        """
         refs = step.refs.prefetched[-len(self.lengths) :]
         return refs[0][step.visit.b] if self.plan.lengths[0] else np.int32(self.plan.q_len)
 
     def end_of_keys(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of keys that exist in the batch entry of the visit; all of the call without key lengths."""
+        """In a kernel: the number of keys that exist in the batch entry of the visit, an int32 scalar; all of the call, a numpy int32,
+        without key lengths.
+        """
         refs = step.refs.prefetched
         return refs[-1][step.visit.b] if self.plan.lengths[1] else np.int32(self.plan.kv_len)
 
     def _view(self, number: int, step: KernelStep) -> StripView:
-        """Where the strip of `step` lies, with the hoisted values of program `number` (its place in `_split`)."""
+        """Where the strip of `step` lies, with functions that read the hoisted operands of program `number` (its place in `_split`, the
+        program numbers of the kernel that exist).
+        """
         refs = step.refs
         return self.hoisted.view(number, refs.scalars, refs.hoisted, step.visit.position, step.strip)
 

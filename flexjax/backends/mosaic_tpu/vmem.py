@@ -200,7 +200,9 @@ def temporaries(plan: KernelPlan, score: Program | None) -> int:
 
 
 def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
-    """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file."""
+    """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file; the operands of score_mod, mask
+    and dropout programs are included.
+    """
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim * (1 + plan.writes_rounding)

@@ -98,7 +98,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     sweep = BackwardSweep(tiled, per_row, captured, wanted, derivative)
 
     def one_row(sums: KeySums, step: Array) -> tuple[KeySums, QuerySums]:
-        """`sums` with the tile row of number `step` added, and the gradients of that tile row's queries."""
+        """(`sums` with the terms of the tile row of number `step` added, the gradients of that tile row's queries), for lax.scan."""
         return sweep.add_row(row_at(plan, sizes, tiled.lists, step, tiled.lengths), sums)
 
     zero = lambda x, want: None if not want else jnp.zeros(typing.cast(Array, x).shape, tiled.compute)

@@ -134,7 +134,9 @@ class CaptureGradients:
         return self.tiled.score_captures[slot.load.capture].shape
 
     def _head(self, slot: LoadSlot) -> tuple[int, int]:
-        """Sizes of a buffer along b and h: 1 where the index of the load does not depend on them."""
+        """(batch entries, query heads) of a load's buffer: 1 along b or h where the index of the load does not depend on it, but all
+        batch entries where their positions differ.
+        """
         batch = self.plan.batch if "b" in self._axes(slot) else 1
         return (batch, self.plan.q_heads if "h" in slot.axes else 1)
 

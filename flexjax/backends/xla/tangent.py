@@ -107,10 +107,10 @@ class TiledTangents:
 
 
 def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
-    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row, in the dtype of
-    scores.
+    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row, in the dtype of scores.
 
     tiled_tangents   tangents and operands laid out for tiles
+    row              the tile row, with its lists
     """
     tiled = tiled_tangents.tiled
     plan, s = tiled.plan, tiled.sizes
