@@ -49,6 +49,7 @@ from jaxlib.mlir import ir as mlir
 
 from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedTiles, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits, OwnKeys, QueryVisits, query_visits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
@@ -198,7 +199,7 @@ def backward_fused(
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
-    return _gather_dq(setup, dq_tiles, tokens.query), d_key, d_value
+    return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
 # ------------------------------------------------------------------- the copying and the adding warpgroup
@@ -653,40 +654,3 @@ class _ComputingWarpgroup:
             return self.products.read(dq_acc)
 
         self.hand_over_dq(self.products.accumulators(last, self.dq_part), total)
-
-
-# ------------------------------------------------------------------- dQ in the layout of the queries
-
-
-def _gather_dq(setup: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
-    """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by
-    the scale.
-
-    setup   what is known of the kernel at compile time
-    tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of the
-            two computing warpgroups one below the other, which are halves of the queries or, with tiles of 64 queries,
-            of the columns
-    query   the padded queries; tokens past the query tiles get zeros
-    """
-    plan, queries, sums = setup.plan, setup.tiles.queries, setup.sums
-    parts = GROUPS * ROWS // queries
-    tiles = tiles.reshape(plan.batch, plan.q_heads, sums, -1, parts, queries, tiles.shape[-1])
-    total = tiles[:, :, 0]
-    for n in range(1, sums):
-        total = total + tiles[:, :, n]
-    total = (total * plan.scale).astype(query.dtype)
-    time, heads = (1, 2) if plan.layout == "BTNH" else (2, 1)
-    order = (0, 2, 4, 1, 3, 5) if plan.layout == "BTNH" else (0, 1, 2, 4, 3, 5)
-    shape = [plan.batch, 0, 0, parts * total.shape[-1]]
-    shape[time], shape[heads] = total.shape[2] * queries, plan.q_heads
-    return _with_length(total.transpose(order).reshape(shape), query.shape[time], time)
-
-
-def _with_length(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """x cut, or padded with zeros at the end, to `length` along `axis`."""
-    have = x.shape[axis]
-    if have >= length:
-        return lax.slice_in_dim(x, 0, length, axis=axis)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - have)
-    return jnp.pad(x, widths)

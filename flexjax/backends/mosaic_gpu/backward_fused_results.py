@@ -1,0 +1,43 @@
+"""dQ of the fused backward kernel in the layout of the queries: what happens to the dQ tiles after the kernel."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import GROUPS, ROWS
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+def gather_dq(plan: KernelPlan, sums: int, queries: int, tiles: jax.Array, query: jax.Array) -> jax.Array:
+    """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by
+    the scale.
+
+    plan      of the call
+    sums      partial dQ sums of a head (dq_order.py)
+    queries   of a query tile
+    tiles     [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as the kernel adds them: the halves of the two
+              computing warpgroups one below the other, which are halves of the queries or, with tiles of 64 queries, of the
+              columns
+    query     the padded queries; tokens past the query tiles get zeros
+    """
+    parts = GROUPS * ROWS // queries
+    tiles = tiles.reshape(plan.batch, plan.q_heads, sums, -1, parts, queries, tiles.shape[-1])
+    total = tiles[:, :, 0]
+    for n in range(1, sums):
+        total = total + tiles[:, :, n]
+    total = (total * plan.scale).astype(query.dtype)
+    time, heads = (1, 2) if plan.layout == "BTNH" else (2, 1)
+    order = (0, 2, 4, 1, 3, 5) if plan.layout == "BTNH" else (0, 1, 2, 4, 3, 5)
+    shape = [plan.batch, 0, 0, parts * total.shape[-1]]
+    shape[time], shape[heads] = total.shape[2] * queries, plan.q_heads
+    return _with_length(total.transpose(order).reshape(shape), query.shape[time], time)
+
+
+def _with_length(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """x cut, or padded with zeros at the end, to `length` along `axis`."""
+    have = x.shape[axis]
+    if have >= length:
+        return lax.slice_in_dim(x, 0, length, axis=axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - have)
+    return jnp.pad(x, widths)
