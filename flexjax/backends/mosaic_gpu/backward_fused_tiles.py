@@ -9,6 +9,7 @@ import typing
 import jax.numpy as jnp
 
 from flexjax.analysis import patterns
+from flexjax.backends.mosaic_gpu import dq_order, untimed
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import (
     Barriers,
@@ -33,6 +34,8 @@ class FusedTiles(typing.NamedTuple):
     queries                            of a visited tile
     query_slots, out_slots, dq_slots   ring depths of Q, dO and finished dQ tiles
     head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    heads                              key heads side by side in launch order where additions to dQ are in any order; 0: by `head_major`
+    dq_first                           dQ is multiplied before dK and stored beside it, where it is not late
     """
 
     queries: int
@@ -40,6 +43,8 @@ class FusedTiles(typing.NamedTuple):
     out_slots: int
     dq_slots: int
     head_major: bool = True
+    heads: int = 0
+    dq_first: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -140,9 +145,21 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1)
+            tiles = tiles._replace(**_untimed_fields(plan, queries))
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
+
+
+def _untimed_fields(plan: KernelPlan, queries: int) -> dict[str, typing.Any]:
+    """The fields of FusedTiles that untimed choices set, by name, for tiles of `queries` queries."""
+    choices, plain = untimed.choices(), plan.score is None and plan.dropout is None
+    fields: dict[str, typing.Any] = {}
+    if choices.backward_dq_first and queries == GROUPS * ROWS and plain:
+        fields["dq_first"] = True
+    if choices.backward_heads and plan.group == 1:
+        fields["heads"] = dq_order.heads_side_by_side(plan)
+    return fields
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:

@@ -140,9 +140,10 @@ class _FusedSetup:
     @property
     def dq_is_late(self) -> bool:
         """Whether the product for dQ of a visit is issued one visit later (see the top of this file): if additions are
-        in any order and there is neither score_mod nor dropout.
+        in any order, or in one whose CTAs do not wait for each other (`DqOrder.waits`), and there is neither score_mod nor dropout.
         """
-        return self.order is None and self.plan.score is None and self.plan.dropout is None
+        waits = self.order is not None and self.order.waits
+        return not waits and self.plan.score is None and self.plan.dropout is None
 
 
 def backward_fused(
@@ -240,8 +241,12 @@ class _Cta:
         setup, plan, order = self.setup, self.setup.plan, self.setup.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
         if order is None:
-            head_major = setup.tiles.head_major
-            tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major)
+            if setup.tiles.heads:
+                side_by_side = DqOrder(setup.tiles.heads, 1, downward=True, delay=0.0)
+                head, tile, _ = dq_order.assignment_of(self.program, side_by_side, setup.kv_tiles, heads)
+            else:
+                head_major = setup.tiles.head_major
+                tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major)
             rank = zero
         else:
             start = self.program
@@ -537,6 +542,9 @@ class _ComputingWarpgroup:
         scratch.ds.at[ds_slot, mine][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.ds_ready)
+        if setup.tiles.dq_first and not late:
+            self.dq_then_dk(ds, number, dk_acc)
+            return
         products.add(dk_acc, ds, q_now)
         products.wait(0 if late else 1)
         products.release(scratch.out_free.at[out_slot])
@@ -557,6 +565,30 @@ class _ComputingWarpgroup:
             return products.read(dq_acc)
 
         self.hand_over_dq(products.accumulators(own_dq, self.dq_part), number)
+
+    def dq_then_dk(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
+        """The last two products of a visit where dQ comes first: dQ once both warpgroups have written dS^T, then dK, beside which dQ
+        is handed over. Frees the slots of dO and of Q.
+
+        ds       dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, in registers and in shared memory
+        number   running number of the visit, which gives the slots
+        dk_acc   accumulator of dK
+        """
+        scratch, products = self.scratch, self.products
+        q_slot, out_slot = self.cta.rings.slots(number)
+        plgpu.barrier_wait(scratch.ds_ready)
+
+        def own_dq(dq_acc: Ref) -> jax.Array:
+            """This warpgroup's half of dQ of the visit without scale, with the product for dK in flight."""
+            self.start_dq(dq_acc, common.slot_of(number, DS_SLOTS))
+            products.add(dk_acc, ds, scratch.query.at[q_slot])
+            return products.read(dq_acc, 1)
+
+        dq = products.accumulators(own_dq, self.dq_part)
+        products.release(scratch.out_free.at[out_slot])
+        self.hand_over_dq(dq, number)
+        products.wait(0)
+        products.release(scratch.query_free.at[q_slot])
 
     def score_cotangents(
         self,

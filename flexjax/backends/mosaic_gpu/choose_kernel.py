@@ -18,6 +18,7 @@ describe_kernels.py has the choice as text.
     mma_decode_kernel(..)    the same on mma.sync of a card, chosen by the same rules
     many_in_pages(plan)      whether keys lie in pages and the forward kernel runs, because the queries are many
     reads_pages(plan)        whether it then reads the pages in place; else their keys are gathered
+    forward_blocks(plan)     the mask blocks that the forward kernel visits, where they are not the mask's own
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     mma_backward_kernels(..) the tiles of the two kernels on mma.sync of a card
@@ -46,6 +47,7 @@ from flexjax.backends.mosaic_gpu import (
     dq_order,
     forward_tiles,
     sm100_support,
+    untimed,
 )
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
@@ -202,6 +204,16 @@ def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
     IndexError for a plan without.
     """
     return forward_tiles.forward_tile(plan)
+
+
+def forward_blocks(plan: KernelPlan) -> tuple[int, int] | None:
+    """(queries, keys) of the mask blocks that the forward kernel visits instead of the mask's own; None for those of the mask. Always
+    None unless an untimed choice is on (untimed.py).
+    """
+    small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= 64
+    if not small or not untimed.three_groups_under_mask(plan):
+        return None
+    return untimed.THREE_GROUPS_BLOCK if forward_tiles.three_groups_are_faster(plan, 64, None) else None
 
 
 # ------------------------------------------------------------------- backward

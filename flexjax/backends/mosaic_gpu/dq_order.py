@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.analysis import patterns
+from flexjax.backends.mosaic_gpu import untimed
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.block_mask.host_or_program import module_of
 from flexjax.plan.kernel_plan import KernelPlan
@@ -48,6 +49,8 @@ HEADS, L2_BYTES = 8, 40e6
 """The most key heads side by side: HEADS, or more where the Q, dO and dQ of more heads fit L2_BYTES. For 8192 x 128, 16
 heads are 3% slower than 4.
 """
+MOST_UPWARD_DELAY = 0.1
+"""The modelled delay up to which an upward order is taken under a causal-like mask, where the untimed choice asks for it."""
 MOST_SUMS = 8
 """The most partial dQ sums of a head."""
 
@@ -62,12 +65,15 @@ class DqOrder(typing.NamedTuple):
     downward   True: queries are walked from the last to the first, and key tile 0 has rank 0. False: from the first to
                the last, and the last key tile has rank 0
     delay      the modelled start-up delay, relative to the kernel's time without the delay
+    waits      whether CTAs that start together wait for each other. False: a lower rank is a visit ahead from the start, so an
+               addition that comes one visit later delays nobody
     """
 
     heads: int
     sums: int
     downward: bool
     delay: float
+    waits: bool = True
 
 
 def is_full(plan: KernelPlan) -> bool:
@@ -90,14 +96,40 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     modelled (0). The heads side by side are at most HEADS, or as many as fit L2_BYTES if that is more; fewer if that
     makes the rounds of heads equally large.
     """
-    key_heads = plan.batch * plan.kv_heads
-    head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
-    most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
-    heads = -(-key_heads // -(-key_heads // most))
+    heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
         return DqOrder(heads, 1, downward=False, delay=0.0)
     made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
-    return min(made, key=lambda order: order.delay)
+    best = min(made, key=lambda order: order.delay)
+    tall = plan.q_len * kv_tiles >= plan.kv_len * q_tiles  # a query tile has as many tokens as a key tile, or more
+    if untimed.choices().backward_upward and is_triangle(plan) and tall:
+        upward = _upward_order(plan, q_tiles, kv_tiles, heads)
+        best = upward if upward.delay <= MOST_UPWARD_DELAY else best
+    return best
+
+
+def heads_side_by_side(plan: KernelPlan) -> int:
+    """Key heads side by side in launch order: at most HEADS, or as many as fit L2_BYTES if that is more; fewer if that makes the
+    rounds of heads equally large.
+    """
+    key_heads = plan.batch * plan.kv_heads
+    head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
+    most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
+    return -(-key_heads // -(-key_heads // most))
+
+
+def _upward_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int) -> DqOrder:
+    """The upward order for a causal-like mask: rank 0 is the last key tile, and each CTA begins at its own diagonal, to which no
+    lower rank adds. So CTAs that start together do not wait for each other, but the longest CTAs of a head start last. In the
+    downward order a CTA has one visit less than the rank before if tiles are square: those that start one visit later end together, so
+    the next ranks start together and wait again, in every round of CTAs. With half as many queries a tile it has two less, which is
+    longer than a hand-off.
+
+    The delay is that of the end: on average half of the longest CTA, during which other SMs idle.
+    """
+    steps = float(q_tiles * plan.group)
+    time = max(steps, plan.batch * plan.kv_heads * kv_tiles * steps * 0.5 / REFERENCE_SMS)
+    return DqOrder(heads, 1, downward=False, delay=0.5 * steps / time, waits=False)
 
 
 def _sums(kv_tiles: int) -> list[int]:

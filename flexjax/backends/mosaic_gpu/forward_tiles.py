@@ -11,7 +11,7 @@ import dataclasses
 import typing
 
 from flexjax.analysis.patterns import divides_tiles
-from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu import staging, untimed
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS, utilization
@@ -40,7 +40,8 @@ class ForwardTile:
     query_slots            slots of the ring of query tiles, 1 or 2; with 2 the queries of the next work item are copied
                            while the consumers compute this one
     out_slots              slots of a warpgroup for parts of its output on their way to global memory
-    ping_pong              two consumer warpgroups alternate: one issues WGMMAs while the other computes its softmax
+    ping_pong              two consumer warpgroups alternate, or three take turns: one issues WGMMAs while the others compute their softmax
+    turns_at_ends          with `ping_pong` and `overlap`, the first Q K^T and the last P V of a work item wait for a turn too
     overlap                the softmax of a step runs while P V of the step before is in flight
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     persistent             a CTA takes a fixed share of all query tiles, the longest first
@@ -52,8 +53,7 @@ class ForwardTile:
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
     ctas                   CTAs of a cluster, which share the columns of each tile (columns.py)
-    page_rows              keys that one copy brings where keys are in pages: what a page and a tile both divide into; 0: keys are
-                           contiguous
+    page_rows              keys that one copy brings where keys are in pages: what a page and a tile both divide into; 0: no pages
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
     """
 
@@ -80,6 +80,7 @@ class ForwardTile:
     ctas: int = 1
     page_rows: int = 0
     programs: int = REFERENCE_SMS
+    turns_at_ends: bool = True
 
     @property
     def copies(self) -> int:
@@ -248,7 +249,7 @@ RINGS = {
 ONE_SLOT = (1, 1, 1)
 """The ring of float32 operands whose head dims leave no room for more, tried last."""
 GROUPS = (2, 1, 3)
-"""Numbers of consumer warpgroups, the best first; three come first where `_three_groups_are_faster`."""
+"""Numbers of consumer warpgroups, the best first; three come first where `three_groups_are_faster`."""
 THREE_GROUPS_SPEED = 1.12
 """Measured speed of three groups relative to two at head dims up to 64, where both fill the GPU."""
 
@@ -262,7 +263,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit a CTA, the expected best first.
 
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query tiles
-    must divide, allow none. Two groups of 64 queries come first, or three where `_three_groups_are_faster`, but one for up to 64 queries
+    must divide, allow none. Two groups of 64 queries come first, or three where `three_groups_are_faster`, but one for up to 64 queries
     unless block_q is set; then staging before none; then 128 keys before 64, or 64 first with head dims above 128 (above 64 for float32) or
     mods that divide tiles of integers; then the order of RINGS.
     """
@@ -271,7 +272,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     size = SPLIT if ctas > 1 else _ring_size(head_dim, value_dim)
     divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
     staged_dtype, parts = _staged_dtype(plan), parts_of(plan)
-    order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
+    order = (3, 2, 1) if three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
     origin = plan.origin
     run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
@@ -291,6 +292,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
                 tile = ForwardTile(groups, 64, keys, *ring)
                 tile = dataclasses.replace(tile, parts=parts, ctas=ctas, **_pipeline_defaults(plan, size, groups))
+                tile = dataclasses.replace(tile, **untimed.forward_fields(groups, tile.overlap, slots))
                 if ctas > 1:
                     tile = dataclasses.replace(tile, out_slots=1)
                 if stages == 1:
@@ -333,7 +335,7 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
-        overlap = groups == 3 and plan.mask is None and plan.dropout is None
+        overlap = groups == 3 and plan.dropout is None and (plan.mask is None or untimed.three_groups_under_mask(plan))
         return {
             **scheduler,
             "overlap": overlap,
@@ -353,18 +355,19 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     }
 
 
-def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
+def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
     """Whether three consumer warpgroups are expected to beat two, by the model of `utilization`.
 
     size           64, 128 or 256: the larger head dim rounded up to a key of RINGS
     staged_dtype   of the array that goes through shared memory; None: none does
 
-    Only at size 64 with whole tiles of 128 keys and nothing staged, and never where anything is masked or dropped:
-    160 registers a thread are too few for a second loop, and the kernel spills. They are too few for P in several parts, too.
+    Only at size 64 with whole tiles of 128 keys and nothing staged, not for P in several parts, and never where anything is masked or
+    dropped, unless `untimed.three_groups_under_mask`: 160 registers a thread were too few for a second loop.
     """
     if parts_of(plan) > 1:
         return False
-    if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
+    masked = plan.mask is not None and not untimed.three_groups_under_mask(plan)
+    if size != 64 or staged_dtype is not None or masked or plan.dropout is not None or plan.kv_len % 128:
         return False
     return THREE_GROUPS_SPEED * utilization(plan, 192) > utilization(plan, 128)
 

@@ -134,12 +134,12 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     """(queries, keys) of the mask blocks that the kernels of a pass (`backward` or forward) visit; (0, 0) for a plan without a block mask.
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; the kernels on tcgen05
-    may take others (`sm100_support.visited_blocks`).
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; some forward kernels
+    (`choose_kernel.forward_blocks`) and the kernels on tcgen05 (`sm100_support.visited_blocks`) take others.
     """
     if plan.blocks is None:
         return 0, 0
-    given = (plan.blocks.block_q, plan.blocks.block_kv)
+    given = (None if backward else choose_kernel.forward_blocks(plan)) or (plan.blocks.block_q, plan.blocks.block_kv)
     block_q, block_kv = (
         block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan, True), strict=True)
     )

@@ -88,6 +88,11 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "one kernel 64, full": {"dim": 64, "fused": True},
         "one kernel 64, any order": {"dim": 64, "mask": causal, "fused": True, "deterministic": False},
         "one kernel 64, full, any order": {"dim": 64, "fused": True, "deterministic": False},
+        "one kernel 64, upward": {"dim": 64, "mask": causal, "fused": True, "choices": {"backward_upward": True}},
+        "one kernel 64, dQ first": {"dim": 64, "mask": causal, "fused": True, "choices": {"backward_dq_first": True}},
+        "one kernel 64, heads side by side": {
+            "dim": 64, "mask": causal, "fused": True, "deterministic": False, "choices": {"backward_heads": True},
+        },
         "one kernel 64, odd": {
             "dim": 64, "mask": causal, "q_len": 200, "kv_len": 250, "fused": True, "deterministic": False,
         },
@@ -131,6 +136,9 @@ SPILLS = {
     "one kernel 128, any order": {"flexjax_backward_fused": 16},
     "one kernel 64": {"flexjax_backward_fused": 64},
     "one kernel 64, any order": {"flexjax_backward_fused": 36},
+    "one kernel 64, upward": {"flexjax_backward_fused": 52},
+    "one kernel 64, dQ first": {"flexjax_backward_fused": 76},
+    "one kernel 64, heads side by side": {"flexjax_backward_fused": 44},
     "one kernel 64, alibi": {"flexjax_backward_fused": 84},
     "one kernel 64, alibi, any order": {"flexjax_backward_fused": 80},
     "one kernel 64, relative table": {"flexjax_backward_fused": 16},
@@ -144,13 +152,15 @@ written before it and read once a step."""
 
 def compile_cases(names: list[str]) -> None:
     from flexjax.backends.base import BackwardInputs
-    from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
+    from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel, dq_order, untimed
     from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
     from flexjax.types import KernelOptions
     from tests.cases.on_hopper import backward_problem
 
+    dq_order.MOST_UPWARD_DELAY = 100.0  # also for the small problems of this file
     for name in names:
         case = cases()[name]
+        choices = case.pop("choices", {})
         fused, options = (
             case.pop("fused", False),
             KernelOptions(deterministic=case.pop("deterministic", True)),
@@ -158,13 +168,15 @@ def compile_cases(names: list[str]) -> None:
         made = backward_problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
         choose_kernel.fused_is_faster = lambda plan, fused=fused: fused
-        tiles = fused_tiles(plan) if fused else None
+        with untimed.using(**choices):
+            tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
             return backward_sm90.backward(plan, BackwardInputs(*arrays, *made.given[4:]))
 
         print(f"case {name}{f', {tiles.queries} queries' if tiles else ''}", file=sys.stderr, flush=True)
-        compile_hopper.compile_for_hopper(run, *made.given[:4])
+        with untimed.using(**choices):
+            compile_hopper.compile_for_hopper(run, *made.given[:4])
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -82,6 +82,19 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "checkerboard": {"dim": 64, "score": checkerboard, "dtype": "float16"},
         "checkerboard under a mask": {"mask": causal, "dim": 128, "score": checkerboard},
         "three groups": {"dim": 64, "tile": three},
+        "three groups in turns, under a mask": {
+            "mask": causal,
+            "dim": 64,
+            "q_len": 384,
+            "block": (192, 128),
+            "tile": {
+                **three,
+                "ping_pong": True,
+                "prefetch_key_barrier": True,
+                "query_slots": 2,
+                "turns_at_ends": False,
+            },
+        },
         "three groups, relative table": {
             "dim": 64,
             "score": lambda s, b, h, q, k: s + table[h, q - k + 256],
