@@ -169,8 +169,8 @@ def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers:
 
 
 def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """The result of one peer on one workload and pass (`which`): {"skipped": why} if the workload skips the peer, else what it measured in
-    a process of its own, or {"failed": why} (measure_apart).
+    """The result of one peer of the cpu suite on one workload and pass (`which`): {"skipped": why} if `Workload.skip` names the peer,
+    else what it measured in a process of its own, or {"failed": why} (measure_apart).
     """
     reason = dict(problem.skip).get(peer)
     return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)

@@ -48,7 +48,9 @@ class Card:
 
     @classmethod
     def open(cls) -> "Card | None":
-        """The first GPU that CUDA_VISIBLE_DEVICES leaves; None where NVML cannot be loaded or does not know it."""
+        """The first GPU that CUDA_VISIBLE_DEVICES names, by number or UUID, or GPU 0 where it is not set; None where NVML cannot be
+        loaded or does not know it.
+        """
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
@@ -81,8 +83,9 @@ class Card:
         return found
 
     def _number(self, function: str, *arguments: int, kind: typing.Any = ctypes.c_uint) -> int | None:
-        """The number that an NVML function writes to its last argument, None where it fails.
+        """The number that an NVML function writes to its last argument; None where the function fails or the library lacks it.
 
+        function    its name
         arguments   those between the handle and the number
         kind        the C type of the number
         """
@@ -94,12 +97,16 @@ class Card:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[Load]]:
-        """A context in which clock and power are sampled; at its end the list that it gives has one Load, or none where NVML failed."""
+        """A context in which a thread samples clock and power every PERIOD seconds. It gives an empty list; at its end one Load is
+        appended, of the second half of the samples, or none where NVML gave no clock.
+        """
         samples: list[tuple[int | None, int | None, int | None]] = []
         done, found = threading.Event(), list[Load]()
 
         def sample() -> None:
-            """Reads clock, power and reasons until the context ends."""
+            """Appends (SM clock in MHz, milliwatts, bits of REASONS) to `samples`, None for what NVML does not say, until the context
+            ends.
+            """
             while not done.is_set():
                 reasons = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
                 clock, power = self._number("nvmlDeviceGetClockInfo", SM_CLOCK), self._number("nvmlDeviceGetPowerUsage")

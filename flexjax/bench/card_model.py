@@ -124,9 +124,10 @@ class Call(typing.NamedTuple):
         return (10.0 if backward else 4.0) * self.batch * self.heads * self.dim * self.visible()
 
     def visits(self, rows: int, columns: int, by_keys: bool = False) -> list[tuple[int, int]]:
-        """(plain, masked) visits of each work item of one head.
+        """(plain, masked) of each work item of one head, in the order of the tokens: how many of the visited tiles need no mask and how
+        many need one. Tiles of which the mask hides everything are not visited.
 
-        rows, columns   of a work item and of a visited tile
+        rows, columns   tokens of a work item and of a visited tile
         by_keys         whether items own keys and visit queries
         """
         T, found = self.tokens, []
@@ -145,7 +146,11 @@ class Call(typing.NamedTuple):
 
 
 def makespan(durations: list[float], slots: int) -> float:
-    """When the last of the work items ends, if each begins, in this order, on the slot that is free first."""
+    """When the last of the work items ends, if each begins, in this order, on the slot that is free first.
+
+    durations   of the items, in the unit of the result
+    slots       items that run at the same time
+    """
     free = [0.0] * slots
     for took in durations:
         heapq.heapreplace(free, free[0] + took)
@@ -153,10 +158,13 @@ def makespan(durations: list[float], slots: int) -> float:
 
 
 def clocks(call: Call, step: Step, sms: int, by_keys: bool = False, together: int = 1) -> float:
-    """SM clocks of one kernel of a call.
+    """SM clocks of one kernel of a call: the makespan of its work items, the longest ones first, each with its steps and FIXED clocks.
 
+    step       clocks of a step, the tile, and how many items an SM runs at the same time
+    sms        SMs of the card
     by_keys    whether items own keys and visit queries
-    together   heads whose items are launched side by side, the longest items of all of them first; then come the next heads
+    together   heads whose items are launched side by side, the longest items of all of them first; then come the next heads. It divides
+               batch * heads
     """
     each = sorted(
         (
@@ -170,8 +178,8 @@ def clocks(call: Call, step: Step, sms: int, by_keys: bool = False, together: in
 
 
 def heads_together(call: Call) -> int:
-    """Heads whose query tiles the forward kernels launch side by side, as TileScheduler.heads_at_once: as many as divide all and whose keys
-    and values fit 24 MB of the L2.
+    """Heads, counted over the batch, whose query tiles the forward kernels launch side by side, as TileScheduler.heads_at_once: as many
+    as divide all and whose keys and values, of 16 bits, fit 24 MB of the L2; at least 1.
     """
     heads, size = call.batch * call.heads, call.tokens * call.dim * 4
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * size <= 24e6))

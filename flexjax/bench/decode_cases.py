@@ -81,7 +81,13 @@ class DecodeCase:
         return dict(bytes=number * self.kv_heads * 2 * self.dim * width)
 
     def skipped(self, peer: str) -> str | None:
-        """Why a peer is not timed on this case; None if it is."""
+        """Why a peer is not timed on this case, as a phrase for the tables; None if it is.
+
+        peer   a name of PEERS
+
+        CUDNN_PAGES takes only caches in pages of bfloat16 without mod, ragged queries and shared pages; the other peers but flexjax take
+        no pages, and CUDNN no soft cap.
+        """
         if peer == CUDNN_PAGES:
             if not self.page:
                 return "takes no contiguous cache"
@@ -98,7 +104,7 @@ class DecodeCase:
         return sorted({0, self.batch - 1})
 
     def first_query(self) -> int:
-        """The position of the first query in a request that has `keys` keys: keys - q_len."""
+        """The position of the first query in a request that has `keys` keys, as all have without `mean`: keys - q_len."""
         return self.keys - self.q_len
 
     def ancestors(self) -> np.ndarray:

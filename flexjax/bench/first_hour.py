@@ -74,7 +74,7 @@ def main(
 
 
 def _say(text: str) -> None:
-    """Prints a line about what runs now."""
+    """Prints the line "# text" about what runs now."""
     print(f"# {text}", flush=True)
 
 
@@ -102,13 +102,18 @@ class Run(typing.NamedTuple):
         return [run_here(task) for task in tasks]
 
     def one(self, task: str, until: float, **arguments: object) -> Answer:
-        """The answer of one task."""
+        """The answer of one task (first_hour_pool.py), which has at most 120 seconds.
+
+        task        a name in first_hour_tasks.TASKS
+        until       time.time() at which it is ended
+        arguments   the keywords of that function
+        """
         return self.all([dict(task=task, arguments=arguments)], until, 1)[0]
 
 
 def families(found: Answer) -> list[Answer]:
-    """The ways to ask for GPU kernels that this card takes, the default first; as first_hour_tasks.families gives them. Of several that
-    run the same kernels the first.
+    """The ways to ask for GPU kernels that this card takes, the default first: those of found["facts"]["families"]
+    (first_hour_tasks.families) whose verdict is "ok". Of several that run the same kernels the first. [] where facts failed.
     """
     taken = [f for f in found["facts"].get("families", []) if f["verdict"] == "ok"]
     return list({f["kernels"]: f for f in reversed(taken)}.values())[::-1]
@@ -120,7 +125,13 @@ def peer_name(options: dict[str, typing.Any]) -> str:
 
 
 def numerics(run: Run, found: Answer, until: float) -> Answer:
-    """For each way to ask for kernels that the card takes, and for the default choice, the verdict of each case and dtype."""
+    """The stage "numerics": {"rows": a dict for each case, dtype and way to ask for kernels that the card takes, and for the default
+    choice of some cases}, with what first_hour_tasks.numerics found (`_rows`).
+
+    run     how tasks run; `small` reduces the cases
+    found   what earlier stages gave; "facts" is read
+    until   time.time() at which what is left out is "unreached"; the default choice comes first, float16 last
+    """
     tasks: list[Task] = []
     kernels = families(found)
     dtypes = ("bfloat16", "float32", "float16")  # what the time does not reach is float16
@@ -140,7 +151,11 @@ def numerics(run: Run, found: Answer, until: float) -> Answer:
 
 
 def _rows(tasks: Sequence[Task], answers: Sequence[Answer]) -> list[Answer]:
-    """The answers with the name of the case or workload, its dtype, and `by`: which flexjax, as `peer_name` says, or "default choice"."""
+    """The answers, each with the name of its case or workload, its dtype where the task has one, and `by`: which flexjax, as `peer_name`
+    says, or "default choice" for a numerics task that does not ask for the GPU kernels.
+
+    tasks, answers   of the same length and order
+    """
     rows = []
     for task, answer in zip(tasks, answers, strict=True):
         given = task["arguments"]
@@ -150,12 +165,19 @@ def _rows(tasks: Sequence[Task], answers: Sequence[Answer]) -> list[Answer]:
 
 
 def ceilings(run: Run, found: Answer, until: float) -> Answer:
-    """Rates of a large matrix product and of a large read."""
+    """The stage "ceilings": the answer of first_hour_tasks.ceilings, rates of large matrix products and of a large read. `found` is not
+    read; `until` is time.time() at which the task is ended.
+    """
     return run.one("ceilings", until, seconds=0.05 if run.small else 1.5, small=run.small)
 
 
 def times(run: Run, found: Answer, until: float) -> Answer:
-    """Rows of the gpu suite (report.py) for WORKLOADS by all peers, and the peers' names."""
+    """The stage "times": {"rows": rows of the gpu suite (report.py) for WORKLOADS, "peers": names of all that are timed, flexjax by each
+    way to ask for kernels first, "facts": device and versions}. Without processes of their own there are no rows.
+
+    found   what earlier stages gave; "facts" is read
+    until   time.time() at which processes are ended
+    """
     suite, names = (SMALL_SUITE, (SMALL_WORKLOAD,)) if run.small else ("gpu", WORKLOADS)
     problems = [p for n in names for p in SUITES[suite] if p.name == n]
     asked = [peer_name(f["options"]) for f in families(found)]
@@ -169,7 +191,12 @@ def times(run: Run, found: Answer, until: float) -> Answer:
 
 
 def sustained(run: Run, found: Answer, until: float) -> Answer:
-    """Seconds and clocks of each workload back to back, by each way to ask for kernels."""
+    """The stage "sustained": {"rows": a dict for each of four workloads and each way to ask for kernels, with what
+    first_hour_tasks.sustained measured (`_rows`)}, one task after the other.
+
+    found   what earlier stages gave; "facts" is read
+    until   time.time() at which what is left out is "unreached"
+    """
     suite, names = (SMALL_SUITE, (SMALL_WORKLOAD,)) if run.small else ("gpu", WORKLOADS[:4])
     asked = [f["options"] for f in families(found)] or [{}]
     tasks = [
@@ -184,7 +211,12 @@ def sustained(run: Run, found: Answer, until: float) -> Answer:
 
 
 def tune(run: Run, found: Answer, until: float) -> Answer:
-    """What autotune finds, by each way to ask for kernels."""
+    """The stage "tune": {"rows": a dict for each workload of TUNED and each way to ask for kernels, with what first_hour_tasks.tune found
+    (`_rows`)}. The tasks share 0.7 of the time that is left, at most 25 seconds each.
+
+    found   what earlier stages gave; "facts" is read
+    until   time.time() at which what is left out is "unreached"
+    """
     suite, names = (SMALL_SUITE, (SMALL_WORKLOAD,)) if run.small else ("gpu", TUNED)
     asked = [f["options"] for f in families(found)] or [{}]
     chosen = [(options, name) for name in names for options in asked]

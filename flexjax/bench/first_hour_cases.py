@@ -159,7 +159,9 @@ SMALL = ("plain d64", "ALiBi, learned", "lengths")
 
 
 def small(case: Case) -> Case:
-    """The case with at most 48 tokens, 16 head dims and two heads, for a CPU."""
+    """The case for a CPU: the same batch, two query heads and one key head, at most 48 queries and keys, head dims 16, lengths cut to
+    half of that, and one dtype, bfloat16 or, if it is a case of float32 alone, float32.
+    """
     B, _, _, T, S, _, _ = case.shape
     ends = tuple(None if end is None else tuple(min(n, 48) // 2 for n in end) for end in case.lengths)
     return dataclasses.replace(
@@ -171,7 +173,15 @@ def small(case: Case) -> Case:
 
 
 def drawn(name: str, case: Case) -> tuple[dict[str, np.ndarray], Captured]:
-    """(q, k, v, d_out, d_lse and sinks by name, [B, heads, tokens, dim] float32; the captured arrays): bfloat16 values."""
+    """(arrays by name, captured arrays by name) of a case, numpy, the same in each call: the name is the seed. All normal numbers are
+    bfloat16 values.
+
+    case   that of `name`, or `small` of it
+
+    The arrays are q, k, v, d_out [B, heads, tokens, dim], d_lse [B, N, T] (zeros unless the case has lse) and, if it has them, sinks [N],
+    all float32. Captured are shift (S - T, for "last queries"), widths int32 [N], ids int32 [B, max(T, S)], and "c" if the score function
+    reads an array.
+    """
     import ml_dtypes  # jax brings it
 
     B, N, M, T, S, D, E = case.shape
@@ -194,7 +204,9 @@ def drawn(name: str, case: Case) -> tuple[dict[str, np.ndarray], Captured]:
 
 
 def dense(name: str, case: Case) -> Dense:
-    """The case as a problem of the oracle, in float64."""
+    """The case as a problem of the oracle, in float64, with the arrays of `drawn`: mask and lengths as one bool array, and the score
+    function with its derivatives. The layout of the case is not looked at.
+    """
     arrays, captured = drawn(name, case)
     B, N, _, T, S, _, _ = case.shape
     wide = {n: x.astype(np.float64) for n, x in arrays.items()}
@@ -215,9 +227,11 @@ def dense(name: str, case: Case) -> Dense:
 
 
 def _score_function(name: str, captured: Captured, at: tuple[np.ndarray, ...]) -> ScoreFunction:
-    """A row of SCORES at all entries, with its derivatives.
+    """The ScoreFunction of a row of SCORES at all entries: raw scores to modified ones with their derivatives.
 
-    at   b, h, q and kv, which broadcast to [B, N, T, S]
+    name       of the row
+    captured   what it reads; "c" in float64
+    at         b, h, q and kv, which broadcast to [B, N, T, S]
     """
     row = SCORES[name]
 
@@ -229,7 +243,10 @@ def _score_function(name: str, captured: Captured, at: tuple[np.ndarray, ...]) -
         """
 
         def pullback(d_modified: np.ndarray) -> np.ndarray:
-            """The gradient of "c": the sum of cotangent times factor over the entries that read each element."""
+            """The gradient of "c", in its shape: the sum of cotangent times factor over the entries that read each element.
+
+            d_modified   the cotangent of the modified scores [B, N, T, S]; the caller sets it to 0 at hidden entries
+            """
             assert row.place is not None
             gradient = np.zeros(captured["c"].shape)
             terms = d_modified * row.factor(scores, *at)

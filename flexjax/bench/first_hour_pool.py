@@ -47,7 +47,10 @@ class Worker:
         self._reader = threading.Thread()
 
     def run(self, task: Task, seconds: float) -> Answer:
-        """The answer of a task; {"failed": why} where the process dies or `seconds` pass, after which it is ended."""
+        """The answer of a task; {"failed": why} where the process dies or `seconds` pass. The process is then ended, and `ended_after`
+        beside "failed" says that time was the reason. It starts a process if none runs, and waits for the answer; lines that do not begin
+        with MARK are dropped.
+        """
         process, lines = self._started()
         assert process.stdin is not None
         until = time.monotonic() + seconds
@@ -95,7 +98,9 @@ class Worker:
         return dict(failed=f"the process ended with {status}: {last}")
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, if one runs: kills it, waits for it and for the thread that reads it, and closes its pipes. The next task
+        starts another one.
+        """
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -108,7 +113,9 @@ class Worker:
 
 
 def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
-    """Puts the lines of a process into the queue, and None at their end."""
+    """Puts the lines of a process's stdout into the queue as they come, and None at their end. A thread of each worker runs it, because a
+    read of the pipe has no timeout.
+    """
     assert process.stdout is not None
     for line in process.stdout:
         lines.put(line)
@@ -138,7 +145,9 @@ def run_all(
     lock = threading.Lock()
 
     def serve(number: int) -> None:
-        """Takes tasks until there is none or the time is up."""
+        """Runs tasks by the worker `number` until there is none or the time is up, and ends its process. Puts their answers into
+        `answers`; runs in a thread of its own.
+        """
         worker = Worker(folder, number)
         try:
             while time.time() < until:

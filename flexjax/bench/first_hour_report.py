@@ -28,7 +28,7 @@ def markdown_path(path: str) -> str:
 
 
 def write(found: Found, path: str) -> None:
-    """Writes both files."""
+    """Writes what was found to the JSON file `path`, and `markdown` of it to the file of `markdown_path`; both are replaced."""
     with open(path, "w") as file:
         json.dump(found, file, indent=1, default=str)
     with open(markdown_path(path), "w") as file:
@@ -39,7 +39,8 @@ def write(found: Found, path: str) -> None:
 
 
 def wrong(found: Found, allowed: float) -> list[str]:
-    """Sentences about numbers that were wrong: of cases, and of timed results of flexjax.
+    """Sentences, each once, about numbers that were wrong: cases whose verdict begins with "WRONG", and timed results of flexjax whose
+    error is above `allowed` or NaN. A result without an error counts as right.
 
     allowed   the largest error of a timed result, over the largest value
     """
@@ -53,7 +54,9 @@ def wrong(found: Found, allowed: float) -> list[str]:
 
 
 def failures(found: Found) -> list[str]:
-    """Sentences about tasks of flexjax that failed otherwise: raised, died or hung, and stages that did."""
+    """Sentences, each once, about what failed in another way than by a wrong number: stages, and tasks of flexjax that raised, died or
+    hung. What the time did not reach, and other peers, are left out.
+    """
     lines = [
         f"{name}: {stage['failed']}" for name, stage in found.items() if isinstance(stage, dict) and "failed" in stage
     ]
@@ -68,7 +71,9 @@ def failures(found: Found) -> list[str]:
 
 
 def _of(row: Found) -> str:
-    """Which case or workload a row is about, in which dtype, by which flexjax."""
+    """Which case or workload a row is about, in which dtype, by which flexjax: name, dtype and by, joined by commas, those that the row
+    has.
+    """
     return ", ".join(str(row[n]) for n in ("name", "dtype", "by") if n in row)
 
 
@@ -132,7 +137,7 @@ def _numerics(found: Found) -> list[str]:
 
 
 def _kind(row: Found) -> str:
-    """The kind of a verdict: ok, refused, WRONG, failed or unreached."""
+    """The kind of the answer in a row of numerics: "failed", "unreached", or that of its verdict: "ok", "refused" or "WRONG"."""
     for kind in ("failed", "unreached"):
         if kind in row:
             return kind
@@ -192,9 +197,13 @@ def _sustained(found: Found) -> list[str]:
 
 
 def _passes(found: Found, row: Found) -> list[tuple[str, Found, float, float, float]]:
-    """For the forward and the backward pass of a row: name, load, seconds, operations of the workload, predicted seconds (0: none).
+    """(name, load, seconds, operations, predicted seconds) for "forward" and "backward" of a row of the stage "sustained", one call each.
+    The prediction is 0.0 where card_model.py has none; operations are those that the mask leaves.
 
-    Backward seconds are those of both passes less the forward ones, at the clock of both.
+    found   whose facts name the card
+    row     with the answers "forward" and "both" of first_hour_tasks.sustained; options of the kernels are read from its "by"
+
+    Backward seconds are those of both passes less the forward ones, and its load (clock, power) is that of both.
     """
     workload = next(p for problems in SUITES.values() for p in problems if p.name == row["name"])
     call, card = card_model.call_of(workload), card_model.card_of(found["facts"].get("card", {}).get("card", ""))

@@ -65,7 +65,7 @@ def facts() -> Answer:
 
 
 def _version(package: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
+    """The version of an installed package, as its metadata says; None where it is not installed. It is not imported."""
     import importlib.metadata
 
     try:
@@ -128,7 +128,13 @@ def numerics(name: str, dtype: str, options: Options, kernels: bool, small: bool
 
 
 def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool) -> Answer:
-    """What `numerics` returns. Raises NotImplementedError where the kernels refuse the case."""
+    """What `numerics` returns for a case that runs: verdict "ok" or "WRONG: what", ratio and notes. Raises NotImplementedError where the
+    kernels refuse the case.
+
+    case      that of `name`, already reduced if it is to be small
+    options   fields of KernelOptions, those of the case included. Unless they say deterministic=False, two runs must have equal bits
+    kernels   whether the GPU kernels must run it; float32 is otherwise compared at TF32, XLA's default on a GPU
+    """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         first, second = run_case(name, case, dtype, options, KERNELS if kernels else None)
@@ -145,9 +151,15 @@ def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool
 def run_case(
     name: str, case: Case, dtype: str, options: Options, implementation: typing.Literal["mosaic_gpu"] | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The results of a case by the names of dense_oracle.Results, [B, heads, tokens, dim], of two runs.
+    """The results of two runs of a case: two dicts of float64 numpy arrays by the names of dense_oracle.Results, [B, heads, tokens, dim]
+    in either layout: out, dq, dk, dv; lse, dsinks and dlearned if the case has them.
 
-    Slots of queries and keys past a length hold NaN, because what they hold must not matter.
+    dtype            of q, k and v; sinks and captured arrays are float32, or float64 with "float64"
+    options          fields of KernelOptions
+    implementation   of flex_attention; None: its default choice
+
+    Slots of queries and keys past a length hold NaN, because what they hold must not matter. Raises NotImplementedError where the kernels
+    refuse the case.
     """
     given, captured = first_hour_cases.drawn(name, case)
     for end, names in zip(case.lengths, (("q",), ("k", "v")), strict=True):
@@ -165,7 +177,9 @@ def run_case(
     words |= dict(layout=case.layout, implementation=implementation, kernel_options=KernelOptions(**options))
 
     def attend(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        """(out, lse or None) of the case."""
+        """(out, lse) of the case, in its layout, from `inputs`: q, k, v and, if the case has them, sinks and the array "c". lse is None
+        unless the case has it.
+        """
         reads = kept | ({"c": inputs["c"]} if "c" in inputs else {})
         mods: typing.Any = {}
         if case.mask is not None:
@@ -181,7 +195,9 @@ def run_case(
         return out, more.lse
 
     def both(inputs: dict[str, jax.Array], d_out: jax.Array, d_lse: jax.Array) -> typing.Any:
-        """(results, gradients of the inputs) of the case."""
+        """((out, lse or None), gradients of the inputs by their names) of the case. d_lse counts where lse is finite; it is not read if
+        the case has no lse.
+        """
         (out, lse), pull = jax.vjp(attend, inputs)
         cotangent = None if lse is None else jnp.where(jnp.isfinite(lse), d_lse, 0.0).astype(lse.dtype)
         return (out, lse), pull((d_out, cotangent))[0]
@@ -203,7 +219,9 @@ def run_case(
 
 
 def _times(call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """(seconds of a call, number of calls) of back-to-back calls for about `seconds`, after one that is not timed."""
+    """(seconds of a call, number of calls) of back-to-back calls, by the wall clock: four at a time until `seconds` have passed, after
+    one that is not timed.
+    """
     jax.block_until_ready(call())
     count, start, result = 0, time.perf_counter(), None
     while count == 0 or time.perf_counter() - start < seconds:
@@ -215,7 +233,9 @@ def _times(call: Callable[[], object], seconds: float) -> tuple[float, int]:
 
 
 def _watched(call: Callable[[], object], seconds: float) -> Answer:
-    """Runs a call back to back: seconds of one call, and clock, quartiles, power and reasons of the card (card.Load) where NVML says."""
+    """Runs a call back to back for about `seconds`, after two that are not timed: {"seconds": of one call}, and clock, quartiles, power
+    and reasons of the card meanwhile (card.Load) where NVML says.
+    """
     jax.block_until_ready(call())
     card = Card.open()
     if card is None:
@@ -226,7 +246,8 @@ def _watched(call: Callable[[], object], seconds: float) -> Answer:
 
 
 def ceilings(seconds: float, small: bool) -> Answer:
-    """FLOP/s of a square bfloat16 and float16 matrix product (8192, on a CPU 256), and bytes a second of a sum over 2 GiB (a CPU: 16 MiB).
+    """What any kernel can reach here: by "matmul bfloat16 N", "matmul float16 N" (square, N = 8192, small 256) and "memory read" (a sum
+    over 2 GiB, small 16 MiB of float32) a dict of rate, unit ("FLOP/s" or "B/s"), and what `_watched` says.
 
     seconds   for each of them
     """
@@ -250,10 +271,12 @@ def workload(suite: str, name: str) -> Workload:
 
 
 def sustained(suite: str, name: str, options: Options, seconds: float) -> Answer:
-    """Both passes of a workload back to back: for "forward" and "both" seconds of a call, clock and power.
+    """The forward pass, and both passes, of a workload back to back: {"forward": a dict, "both": a dict}, each as `_watched` gives it:
+    seconds of a call, and clock and power where NVML says.
 
     suite, name   of the workload
     options       fields of KernelOptions
+    seconds       for each of the two
     """
     problem = workload(suite, name)
     arrays, array = gpu_peers.on_device(problem)
@@ -274,8 +297,14 @@ def sustained(suite: str, name: str, options: Options, seconds: float) -> Answer
 
 
 def tune(suite: str, name: str, options: Options, seconds: float) -> Answer:
-    """What `flexjax.autotune` finds for a workload in `seconds`: for each pass the time of the default tile over that of the fastest,
-    the fastest tile and how many were timed; nothing is written to the user's file.
+    """What `flexjax.autotune` finds for a workload in `seconds`; nothing is written to the user's file.
+
+    suite, name   of the workload
+    options       fields of KernelOptions
+
+    Returns backend; passes: for each pass that was timed the seconds of the default tile and of the fastest, the first over the second
+    (gain), the fastest tile and how many were timed; options: the fields of KernelOptions that were chosen; finished: whether all
+    candidates were tried.
     """
     problem = workload(suite, name)
     arrays, array = gpu_peers.on_device(problem)

@@ -18,7 +18,9 @@ REFERENCE = "reference"
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """A context in which no other process of this run times anything on the device; waits for the lock in `folder`."""
+    """A context in which no other process of this run times anything on the device: holds an exclusive lock on the file "lock" in
+    `folder`, and waits for it first.
+    """
     with open(os.path.join(folder, "lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

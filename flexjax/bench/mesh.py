@@ -112,7 +112,9 @@ def batch_and_heads(tokens: int) -> None:
 
 
 def masks_of_sequence(tokens: int) -> dict[str, MaskMod]:
-    """The mask mods of the table "sequence" by their name in the table, for sequences of `tokens` tokens."""
+    """The mask mods of the table "sequence" by their name in the table, for sequences of `tokens` tokens: causal; causal with a window of
+    a 32nd of the tokens; causal inside 22 documents, whose lengths are drawn with a fixed seed.
+    """
     window = max(1, tokens // 32)
     ids = document_ids(tokens, 22, seed=0)
     return {
@@ -169,9 +171,11 @@ def on_all(
 
 
 def error(one: Compiled, every: Compiled, layout: flexjax.ContextLayout) -> float:
-    """The largest difference of a result on all devices from that on one, relative to the largest value of that result.
+    """The largest difference of a result on all devices from that on one, relative to the largest value of that result, over out and all
+    gradients. Runs both programs.
 
-    Results over the sequence have rank 4, and are permuted by the layout on all devices.
+    one, every   the compiled step on one device, and on all
+    layout       by which results over the sequence, those of rank 4, are permuted on all devices
     """
     worst = 0.0
     for a, b in zip(*(jax.tree.leaves(x.step(*x.arrays)) for x in (one, every)), strict=True):
@@ -223,7 +227,7 @@ def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
 
 def memory(tokens: int, heads: int = 8, dim: int = 128) -> None:
     """Prints the memory of a device in a ring over all devices with `tokens` tokens on each, beside that of one device alone with
-    `tokens` tokens.
+    `tokens` tokens, both passes under a causal mask. The programs are compiled and not run.
     """
     count = len(jax.devices())
     shape = lambda n: tuple(jax.ShapeDtypeStruct((1, n, heads, dim), jnp.bfloat16) for _ in range(4))
@@ -243,7 +247,9 @@ def memory(tokens: int, heads: int = 8, dim: int = 128) -> None:
 
 
 def layouts(lengths: Sequence[int]) -> None:
-    """Prints how many seconds `context_layout` takes on the host, for each sequence length of `lengths` and each mask."""
+    """Prints how many seconds `context_layout` takes on the host, for each sequence length of `lengths` and each mask of
+    `masks_of_sequence`, over all devices but at least four.
+    """
     print("\n| tokens | causal, s | window, s | 22 documents, s |\n|---|---:|---:|---:|")
     for tokens in lengths:
         taken = []

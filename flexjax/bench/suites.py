@@ -163,14 +163,16 @@ class Mod:
 
 
 def _softcap(_: object, s: "jax.Array", h: object, q: object, kv: object) -> "jax.Array":
-    """The score squashed into -30..30 by tanh; reads no array."""
+    """The score squashed into -30..30 by tanh; the arguments are those of `Mod.apply`, of which only the score is read."""
     import jax.numpy as jnp
 
     return 30.0 * jnp.tanh(s / 30.0)
 
 
 def _checkerboard(_: object, s: "jax.Array", h: object, q: "jax.Array", kv: "jax.Array") -> "jax.Array":
-    """The score halved at even distances and doubled at odd ones; reads no array."""
+    """The score halved at even distances between query and key and doubled at odd ones; the arguments are those of `Mod.apply`, of which
+    the array and the head are not read.
+    """
     import jax.numpy as jnp
 
     s = jnp.where((kv - q) % 2 == 0, s * 0.5, s)
@@ -215,7 +217,8 @@ class _Other(TypedDict, total=False):
 def _gpu(
     name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **other: Unpack[_Other]
 ) -> Workload:
-    """Makes a workload of the gpu suite; all arguments are fields of Workload. It has no time budget.
+    """Makes a workload of the gpu suite, whose passes are "forward" and "backward"; all arguments are fields of Workload. `seconds` keeps
+    its default, which no gpu suite reads.
 
     other   batch, dtype, seed, mod, learns; batch 2 and bfloat16 if not given
     """

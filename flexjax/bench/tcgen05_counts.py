@@ -36,12 +36,12 @@ class Counts(typing.NamedTuple):
 
     @property
     def step(self) -> float:
-        """The longest."""
+        """The least clocks of a step: the largest of the fields, `chain` included."""
         return max(self)
 
     @property
     def bound(self) -> str:
-        """The name of the longest."""
+        """The name of the field that is the largest, such as "mufu"; the first of equals."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
@@ -53,15 +53,15 @@ TMEM (arXiv 2512.02189) say for each; four of them are in the chain of a forward
 
 
 def tcgen05_forward(dim: int, polynomials: float = 0.25, ex2: int = EX2, tensor: int = 8192) -> Counts:
-    """A step of two query tiles of 128 rows with a softmax warpgroup each.
+    """The Counts of a step of two query tiles of 128 rows with a softmax warpgroup each, over one key tile of 128.
 
     dim           head dim of keys and values
     polynomials   share of the exponentials that are polynomials on the FMA units (FlashAttention-4: 0.1 to 0.25)
     ex2           ex2 a clock of an SM
     tensor        operations a clock of an SM
 
-    Instructions of a softmax warp, for the 128 scores of a row: 64 maxima of three operands, 64 packed FMA, an ex2 or 4.5 of a
-    polynomial of degree 3 in packed form for each, 64 conversions, 64 packed additions, 40 of copies, barriers and the maximum.
+    Instructions of a softmax warp, for the 128 scores of a row: 64 maxima of three operands, 64 packed FMA, an ex2 or 4.5 of a polynomial
+    of degree 3 in packed form for each, 64 conversions, 64 packed additions, 40 of copies, barriers and the maximum.
     """
     product = 2 * TILE * TILE * dim / tensor
     scores = TILE * TILE
@@ -77,13 +77,16 @@ def tcgen05_forward(dim: int, polynomials: float = 0.25, ex2: int = EX2, tensor:
 
 
 def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int = 8192) -> Counts:
-    """A step of 128 queries and 128 keys with five products: S and dP, dV, dK and dQ, which leaves through shared memory.
+    """The Counts of a step of 128 queries and 128 keys with five products: S and dP, dV, dK and dQ, which leaves through shared memory.
 
-    dim     head dim of keys and values
-    pairs   whether two CTAs share the right operands of their products, except for dQ, which contracts over the keys of both; they exchange
-            dS, and each adds half as much to dQ
+    dim      head dim of keys and values
+    pairs    whether two CTAs share the right operands of their products, except for dQ, which contracts over the keys of both; they
+             exchange dS, and each adds half as much to dQ
+    ex2      ex2 a clock of an SM
+    tensor   operations a clock of an SM
 
-    With dim 128 and without pairs, shared memory takes 3328 clocks, as FlashAttention-4 counts; with pairs 2304, where its paper counts 2688.
+    `chain` is at most `tensor` here, because products of one step run beside the softmax of another. With dim 128 and without pairs,
+    shared memory takes 3328 clocks, as FlashAttention-4 counts; with pairs 2304, where its paper counts 2688.
     """
     scores, tokens = TILE * TILE, TILE * dim * 2
     right = tokens / 2 if pairs else tokens
@@ -129,19 +132,22 @@ class Issue:
 
 
 class Product(typing.NamedTuple):
-    """A product of 128 rows of a CTA: its clocks in the tensor core, and of shared memory for its operands. It takes the longer."""
+    """A product of 128 rows of a CTA: its clocks in the tensor core, and those of shared memory for its operands, which pass at the same
+    time.
+    """
 
     tensor: float
     shared: float
 
     @property
     def clocks(self) -> float:
-        """The longer."""
+        """The clocks that the product takes: those of the tensor core or those of shared memory, whichever are more."""
         return max(self)
 
 
 def product(columns: int, depth: int, left: bool, pairs: bool, tensor: int = 8192) -> Product:
-    """128 x `columns`, contracted over `depth`.
+    """The Product of one CTA's instructions: a result of 128 rows and `columns` columns, contracted over `depth`, with operands of 16
+    bits.
 
     left     whether the left operand comes from shared memory (else from tensor memory)
     pairs    whether each CTA reads half of the right operand
@@ -152,7 +158,9 @@ def product(columns: int, depth: int, left: bool, pairs: bool, tensor: int = 819
 
 
 def products(issue: Issue) -> dict[str, list[Product]]:
-    """The products of a step of our kernels by name: of two query tiles and a key tile, or of both halves of a visited tile."""
+    """The products of a step of our kernels, by the name of the result: "S" and "P V" of two query tiles and a key tile forward; "S",
+    "dP" and either "dQ" or "dV" and "dK" of both halves of a visited tile backward. A list has one Product for each instruction sequence.
+    """
     dim, pairs = issue.dim, issue.pairs
     if not issue.kernel:
         return {"S": 2 * [product(TILE, dim, True, pairs)], "P V": 2 * [product(dim, TILE, False, pairs)]}

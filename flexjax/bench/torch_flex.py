@@ -17,8 +17,8 @@ from flexjax.bench.suites import MODS, Workload, document_ids
 
 
 def facts() -> dict[str, str]:
-    """The version of torch, by name; sets torch up for the suite (recompilation limit, gradients asked for twice).
-    Raises RuntimeError if torch finds no GPU.
+    """{"torch": its version}. Sets torch up for the suite (recompilation limit, gradients asked for twice), so it is called once before
+    any measurement. Raises RuntimeError if torch finds no GPU.
     """
     import torch
 
