@@ -109,7 +109,9 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _sample_path(folder: str, peer: str, problem: Problem) -> str:
-    """The file in which the process of a peer saves its sample rows of a workload."""
+    """The .npz file in the folder of the run in which the process of a peer (or of REFERENCE) saves its sample rows of a workload, and
+    from which the parent reads them.
+    """
     return os.path.join(folder, f"{peer} {problem.name}.npz".replace(" ", "_"))
 
 

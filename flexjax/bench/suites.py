@@ -81,8 +81,8 @@ class Workload:
         return sum(int(np.count_nonzero(allowed(r[:, None], keys[None, :]))) for r in rows)
 
     def flops(self, which: str) -> float:
-        """The floating-point operations of a pass (`which`): 4 B N D for each pair that the mask keeps forward, 2.5 times that
-        backward.
+        """The floating-point operations of a pass (`which`): 4 B N D for each pair that the mask keeps forward, 2.5 times that backward,
+        3.5 times that for "forward+backward".
         """
         forward = 4.0 * self.batch * self.heads * self.dim * self.visited()
         return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]

@@ -204,7 +204,7 @@ def _mod(problem: Workload, array: Any) -> Any:
         def checkerboard(
             s: "torch.Tensor", b: object, h: object, q: "torch.Tensor", kv: "torch.Tensor"
         ) -> "torch.Tensor":
-            """Halves the score at even distances and doubles it at odd ones."""
+            """Halves the score `s` at even distances between query and key and doubles it at odd ones; b and h are not read."""
             s = torch.where((kv - q) % 2 == 0, s * 0.5, s)
             return torch.where((kv - q) % 2 == 1, s * 2.0, s)
 

@@ -34,7 +34,9 @@ class Linear:
         )
 
     def times(self, factor: int) -> "Linear":
-        """The form of `factor` times the value: every coefficient multiplied by `factor`."""
+        """The form of `factor` times the value: every coefficient and the constant multiplied by `factor`; for factor 0 the form of the
+        constant 0.
+        """
         if factor == 0:
             return Linear()
         terms = tuple((i, c * factor) for i, c in self.uniform)

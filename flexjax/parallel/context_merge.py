@@ -22,7 +22,9 @@ class Part(typing.NamedTuple):
 
 
 def merged(a: Part, b: Part) -> Part:
-    """The rows over the keys of both parts, which must have no key in common (merge_states.py)."""
+    """The rows over the keys of both parts, which must have no key in common, in the score dtype (merge_states.py). A row that one part
+    sees no key of (lse -inf) is that of the other; one that neither sees has out 0 and lse -inf.
+    """
     lse = joint_lse(jnp.stack([a.lse, b.lse]))
     out = sum(weight_of(x.lse, lse)[..., None] * x.out for x in (a, b))
     top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)

@@ -86,7 +86,7 @@ def _by_index(index_map: Callable[[Params, tuple[int, ...]], IndexMap]) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-        """The rule: a lazy array whose elements are those of the operand at the mapped index."""
+        """The rule: a lazy array whose elements are those of the operand at the mapped index. No element is read before it is asked for."""
         (array,), aval = args[:1], eqn.outvars[0].aval
         where = index_map(eqn.params, tuple(array.shape))
         make = lambda index: element_of(self, array, where(self, index))
@@ -207,8 +207,8 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `concatenate`: a lazy array. For each element asked for, every operand is read, at the index clamped to it,
-    and selects take the element of the operand in which the index lies.
+    """The rule of `concatenate`: a lazy array. For each element asked for, every operand is read, at the index clamped to it, and selects
+    take the element of the operand in which the index lies; selects fold away where the index is a literal.
 
     Operands of length 0 along the axis are left out.
     """

@@ -1,8 +1,10 @@
 """Lowering rules of primitives that are not elementwise, by the name of the primitive.
 
 A rule has the arguments (translation, equation, operands) and returns the values of the equation's results, as arrays of atoms
-(values.py), or None where the equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects,
-short loops are unrolled. A docstring "The rule of `pad`" stands for: translates an equation of the primitive pad.
+(values.py), or None where the equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects, short
+loops are unrolled. A docstring "The rule of `pad`" stands for: translates an equation of the primitive pad. Rules of array operations
+turn their operands into arrays of atoms (`as_atoms`), which raises ModError for more than MAX_ELEMENTS elements; with a lazy operand, a
+primitive of lazy_rules.LAZY_RULES has its rule from there.
 """
 
 import itertools
@@ -37,7 +39,9 @@ def _structural(change: Callable[[np.ndarray, Params], np.ndarray]) -> Rule:
 
 
 def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `broadcast_in_dim` for an array of atoms; raises ModError for a result of more than MAX_ELEMENTS elements."""
+    """The rule of `broadcast_in_dim` for an array of atoms: dimensions of length 1 are repeated, and new ones are put in. Raises ModError
+    for a result of more than MAX_ELEMENTS elements.
+    """
     atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
     if math.prod(shape) > MAX_ELEMENTS:
         raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
@@ -76,7 +80,7 @@ def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.nda
 
 
 def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `iota`: an array of literals that count from 0 along one dimension."""
+    """The rule of `iota`, which has no operands: an array of literals of the equation's shape that count from 0 along one dimension."""
     aval = eqn.outvars[0].aval
     out = np.empty(aval.shape, object)
     for place in np.ndindex(*aval.shape):
@@ -85,8 +89,10 @@ def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarra
 
 
 def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
-    """The rule of `pad`: the elements of the operand with low, high and interior padding, as an array of atoms; None (a
-    Call) for negative padding, which cuts the array.
+    """The rule of `pad`: the elements of the operand with low, high and interior padding, as an array of atoms; None (a Call) for
+    negative padding, which cuts the array.
+
+    args   the operand, and the scalar that fills the padding
 
     Raises ModError for a captured or lazy operand that is too large to unroll.
     """
@@ -189,7 +195,8 @@ def _cumulative(prim: str) -> Rule:
 
 
 def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result.
+    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result, which has the batch
+    dimensions first, then the free dimensions of the first and of the second operand.
 
     Atoms are converted to the dtype of the result before they are multiplied; a sum of no products is 0.
     """
@@ -218,6 +225,8 @@ def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np
 
 def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects.
+
+    args   the index of the branch (an integer, or a bool: False takes branch 0), then the inputs of all branches
 
     An index below 0 takes the first branch, one past the last branch the last.
     """
@@ -259,8 +268,10 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
     """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
 
-    With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a
-    Call) for a longer loop, and for a loop without iterations that has stacked results.
+    args   the constants of the body, the carry, and the arrays whose rows the iterations take, in this order (`_scan_counts`)
+
+    With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a Call) for a longer
+    loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -298,7 +309,7 @@ def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> li
 
 
 def _log2(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `log2`, a primitive of newer jax: log(x) * (1 / log(2)), as jax itself compiles it."""
+    """The rule of `log2`, a primitive of newer jax, for an array of atoms: log(x) * (1 / log(2)), as jax itself compiles it."""
     out = eqn.outvars[0].aval
     factor = literal(1 / math.log(2), out.dtype)
     make = lambda x: self.builder.op("mul", (self.builder.op("log", (x,), out.dtype), factor), out.dtype)

@@ -122,7 +122,7 @@ class Translation(Protocol):
     builder: Builder
 
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """Translates a jaxpr; returns the values of its results.
+        """Translates a jaxpr, whose steps are appended to the program; returns the values of its results.
 
         consts, args   the values of its constants and of its inputs
         """
@@ -156,8 +156,9 @@ class Translation(Protocol):
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
         """Makes a lazy array; one of at most one element is an array of atoms instead.
 
-        element     makes the atom at an index when it is asked for
-        too_large   the error if a rule needs all of too many elements
+        shape, dtype   of the array
+        element        makes the atom at an index when it is asked for
+        too_large      the error, a sentence that starts with "it", if a rule needs all of too many elements
         """
         ...
 

@@ -104,9 +104,11 @@ def _kernel_arrays(
 def _sink_gradient(plan: KernelPlan, operands: Operands, results: Results, shift: jax.Array) -> jax.Array:
     """The gradient of the sinks, [N] in their dtype, summed over batch and queries.
 
-    A sink is one more score of each row, without a value, so the cotangent of the sink in a row is -p * shift.
+    A sink is one more score of each row, without a value, so the cotangent of the sink in a row is -p * shift with p = exp(sink - lse), 0
+    where lse is -inf.
 
-    shift   delta - d_lse, in the shape of lse
+    operands, results   of the call, which has sinks; sinks and lse are read
+    shift               delta - d_lse, in the shape of lse
     """
     assert operands.sinks is not None
     heads_last = plan.layout == "BTNH"

@@ -384,8 +384,8 @@ def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, 
 def _inputs(
     plan: KernelPlan, operands: Operands, tiles: vmem.Tiles, maps: layouts.IndexMaps
 ) -> tuple[Operand, Operand, Operand]:
-    """Query, key and value in the shapes of layouts.fold, with their block specs; key and value as whole pools in HBM if they
-    are in pages.
+    """(query, key, value), each with its block spec, in the shapes of layouts.fold; key and value as whole pools in HBM if they are in
+    pages, whose one head is left out: [P, page, dim].
 
     tiles, maps   sizes of a tile, and the index maps of the kernel
     """

@@ -47,7 +47,9 @@ class HeadLayout:
 
     @property
     def heads_in_lanes(self) -> bool:
-        """Whether the kernel gets the array as [batch, length, heads * dim], where a head is a block of lanes."""
+        """Whether the kernel gets the array as [batch, length, heads * dim], where a head is a block of lanes: for a BTNH call whose dim
+        is a multiple of 128 or that has one head.
+        """
         return self.tokens_first and (self.dim % LANES == 0 or self.heads == 1)
 
     @property

@@ -31,7 +31,7 @@ class XlaBackend:
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        """None: it computes all gradients."""
+        """None, whatever the arguments are: it computes all gradients of every plan, also where another backend refuses them."""
         return None
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:

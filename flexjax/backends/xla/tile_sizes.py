@@ -248,10 +248,11 @@ def even_block(length: int, most: int) -> int:
 
 
 def largest_divisor(number: int, most: int, groups: Sequence[int] = ()) -> int:
-    """The largest divisor of `number` (of heads or batch entries) that is at most `most`; 1 if there is none.
+    """The largest divisor of `number` that is at most `most`; 1 if there is none. For numbers of heads or batch entries of a tile, and
+    for tokens of a run.
 
-    For each size in `groups` (query heads of one key head, query heads of one head of key_extra) the divisor is a multiple or
-    a divisor of the size, so that a tile has whole groups or lies within one.
+    groups   sizes of groups of heads (query heads of one key head, query heads of one head of key_extra): the divisor is a multiple or a
+             divisor of each, so that a tile has whole groups or lies within one
     """
     fit = [d for d in range(1, number + 1) if number % d == 0 and all(d % g == 0 or g % d == 0 for g in groups)]
     return max([d for d in fit if d <= max(most, 1)], default=1)
