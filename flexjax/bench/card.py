@@ -65,7 +65,9 @@ class Card:
         return None if failed else cls(library, handle)
 
     def facts(self) -> dict[str, str]:
-        """The name, the driver, the highest SM clock and the power limit, by name; what NVML does not say is left out."""
+        """What NVML says of the card, text by name: "card" (its name), "driver" (its version), "highest SM clock" in MHz and "power
+        limit" in W; what it does not say is left out.
+        """
         name, driver = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
         found = {}
         if not self._nvml.nvmlDeviceGetName(self._handle, name, 96):

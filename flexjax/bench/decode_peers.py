@@ -162,7 +162,9 @@ def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
         )
 
     def in_pages(arrays: Arrays) -> Outs:
-        """Calls paged_attention on the cache in pages; returns (out [B, T, N, D],)."""
+        """Calls paged_attention once on the cache in pages, with scales, a shared prefix or ragged queries if the case has them; returns
+        (out [B, T, N, D],).
+        """
         scales = [jnp.full(case.kv_heads, case.scale(), jnp.float32)] * 2 if case.stored in LARGEST else []
         cache = paged.PagedCache(arrays["key"], arrays["value"], *scales)
         table = paged.PageTable(arrays["pages"], arrays["lengths"], jnp.ones(case.number_of_pages(), jnp.int32))
@@ -259,7 +261,11 @@ def adapter(peer: str, cases: Sequence[DecodeCase]) -> Callable[[DecodeCase, str
     ahead = {case.name: threads.submit(compiled_case, peer, case) for case in cases}
 
     def measure(case: DecodeCase, folder: str) -> Measured:
-        """Measures a case while no other process uses the device; see `adapter`."""
+        """(times, sample outputs) of a case, as `adapter` says. Waits until the case is compiled and until no other process uses the
+        device; each case is measured once, because its compiled program is dropped.
+
+        folder   that of the run, which has the lock
+        """
         compiled = ahead.pop(case.name).result()
         with alone(folder):
             arrays = compiled.make(compiled.given)

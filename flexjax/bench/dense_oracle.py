@@ -73,9 +73,10 @@ Round = Callable[[Array], Array]
 
 
 def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
-    """Output, lse and all gradients of sum(out * d_out) + sum(lse * d_lse over finite lse).
+    """The Results of a problem: output, lse and all gradients of sum(out * d_out) + sum(lse * d_lse over finite lse), in float64 by the
+    formulas at the top of this file. dsinks and dlearned are there only with sinks and with a score function that reads an array.
 
-    rounded   applied to what kernels round: probabilities, dS and results
+    rounded   applied to what kernels round: probabilities, dS, out, dq, dk and dv
     """
     q, d_out = problem.q, problem.d_out
     B, N, T, D = q.shape

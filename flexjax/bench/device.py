@@ -125,9 +125,11 @@ class PeerProcess:
     """
 
     def __init__(self, suite: str, peer: str, problems: Sequence[Problem], folder: str):
-        """Starts the process, if there are workloads.
+        """Starts the process, if there are workloads; returns at once.
 
-        folder   the folder of the run, for its output, its samples and the lock
+        suite, peer   their names
+        problems      the workloads that it measures, in this order
+        folder        the folder of the run, for its output, its samples and the lock
         """
         self.suite, self.peer, self.folder = suite, peer, folder
         self.remaining = [p.name for p in problems]

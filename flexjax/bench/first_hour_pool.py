@@ -29,10 +29,10 @@ class Worker:
     """A process of first_hour_tasks.py, started when the first task comes and again after it died."""
 
     def __init__(self, folder: str, number: int):
-        """Nothing runs yet.
+        """Nothing runs yet: `run` starts the process.
 
-        folder   for what the process writes to stderr
-        number   of the worker, in the name of that file
+        folder   for what the process writes to stderr, and for the compilation cache that all workers of the folder share
+        number   of the worker, in the name of the file of stderr
         """
         self._errors = os.path.join(folder, f"worker-{number}.err")
         self._environment = dict(
@@ -71,7 +71,9 @@ class Worker:
                 return json.loads(line[len(MARK) :])
 
     def _started(self) -> tuple[subprocess.Popen[str], "queue.Queue[str | None]"]:
-        """The process, which is started if none runs, and the queue of its lines; None in the queue is its end."""
+        """(the process, the queue of its lines), for `run`. Starts a process, and a thread that reads it, if none runs or the last one
+        has ended; None in the queue is the end of its lines.
+        """
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:

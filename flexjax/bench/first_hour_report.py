@@ -81,7 +81,9 @@ def _of(row: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """The page: facts, kernels, numbers, ceilings, times, clocks, tiles, and at the top what was wrong."""
+    """The page as Markdown text: first how many numbers were wrong and what failed, then the card, the versions and the kernels that it
+    takes, then a section for each stage of SECTIONS that ran and did not fail.
+    """
     about = found["facts"]
     lines = [f"# First hour on {about.get('card', {}).get('card', 'an unknown card')}", ""]
     bad, failed = wrong(found, 2e-2), failures(found)

@@ -266,7 +266,7 @@ def ceilings(seconds: float, small: bool) -> Answer:
 
 
 def workload(suite: str, name: str) -> Workload:
-    """The workload of that name in a suite."""
+    """The workload of that name in a suite, one of suites.SUITES; raises StopIteration if there is none."""
     return next(p for p in SUITES[suite] if p.name == name)
 
 
@@ -284,7 +284,7 @@ def sustained(suite: str, name: str, options: Options, seconds: float) -> Answer
     forward = jax.jit(lambda q, k, v: attend(q, k, v, array))
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> typing.Any:
-        """Output and the gradients of q, k and v."""
+        """(out, gradients of q, k and v), by the forward and the backward pass; the gradient of what the score mod reads is not computed."""
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
         return out, pull(d_out)
 

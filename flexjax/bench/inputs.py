@@ -43,7 +43,7 @@ def random_arrays(problem: Workload) -> tuple[dict[str, np.ndarray], np.ndarray 
     import ml_dtypes  # jax brings it
 
     def fill(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """Normal numbers of that seed, in that shape and dtype."""
+        """Normal numbers of that seed, in that shape and dtype (a name); the first PERIOD of them are repeated in larger arrays."""
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         size = min(int(np.prod(shape)), PERIOD)
         return np.resize(np.random.default_rng((seed, 0)).standard_normal(size, np.float32).astype(kind), shape)

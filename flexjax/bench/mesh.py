@@ -82,7 +82,8 @@ def mesh_of_all(kind: AxisType) -> jax.sharding.Mesh:
 
 
 def batch_and_heads(tokens: int) -> None:
-    """Prints the table "batch and heads": splits of the arrays alone, for which a user writes nothing in the call.
+    """Measures both passes of causal attention and prints the table "batch and heads": splits of the arrays alone, for which a user
+    writes nothing in the call. Batch and heads are split in turn, each over automatic and over explicit axes.
 
     tokens   number of queries and of keys
     """
@@ -138,7 +139,7 @@ def on_one(mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None) -> Compil
     tokens = arrays[0].shape[1]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
-        """out, with the learned bias if its table is given."""
+        """out [1, T, heads, D]; `bias` is empty or has the table of `learned_bias`, so that the table gets a gradient."""
         return flexjax.flex_attention(
             q, k, v, mask_mod=mask_mod, score_mod=learned_bias(bias[0], tokens) if bias else None
         )
@@ -160,7 +161,7 @@ def on_all(
     context = flexjax.ContextParallel(AXIS, layout, method=typing.cast(typing.Any, method))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
-        """out, permuted, with the learned bias if its table is given."""
+        """out, permuted by the layout; `bias` is empty or has the table of `learned_bias`, so that the table gets a gradient."""
         score_mod = learned_bias(bias[0], tokens) if bias else None
         return flexjax.flex_attention(q, k, v, mask_mod=mask_mod, score_mod=score_mod, context=context)
 
@@ -186,7 +187,10 @@ def error(one: Compiled, every: Compiled, layout: flexjax.ContextLayout) -> floa
 
 
 def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
-    """Prints the table "sequence", for one batch entry of `tokens` tokens with `heads` heads of head dim `dim`."""
+    """Measures both passes of one batch entry of `tokens` tokens, with `heads` heads of head dim `dim`, on one device and split over all,
+    and prints the table "sequence": a line for each mask of `masks_of_sequence`, causal also with a learned relative bias, and below it
+    what the bias costs on one device and on all.
+    """
     count = len(jax.devices())
     arrays = draw(1, tokens, heads, dim)
     table = 0.1 * jax.random.normal(jax.random.key(1), (heads, 2 * tokens), jnp.float32)

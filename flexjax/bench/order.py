@@ -90,7 +90,7 @@ def build(case: Case, deterministic: bool) -> Compiled:
     mask = masks.causal if case.causal else None
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Attention by the Mosaic GPU kernels."""
+        """out of the case, [1, T, heads, D], by the Mosaic GPU kernels alone: raises NotImplementedError if they refuse it."""
         out: typing.Any = flexjax.flex_attention(
             q, k, v, mask_mod=mask, kernel_options=options, implementation="mosaic_gpu"
         )

@@ -140,7 +140,12 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
     """
 
     def loss(weights: Weights, tokens: Array, target: Array, ids: Array) -> Array:
-        """The mean squared difference between the normalised output of the layers and the target, a scalar."""
+        """The mean squared difference between the normalised output of the layers and the target, a float32 scalar; gradients are taken
+        by `weights`.
+
+        tokens, target   bfloat16 [1, T, width]: the input, and what the output is compared with
+        ids              int32 [T]: the document of each token, from which the attention is made
+        """
         attend = make_attention(ids)
 
         @jax.checkpoint

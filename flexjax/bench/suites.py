@@ -126,7 +126,7 @@ def _documents(problem: Workload) -> Allowed:
     ids = document_ids(problem.length, problem.parameter, problem.seed)
 
     def allowed(q: "Value", kv: "Value") -> "Value":
-        """Whether query and key are in the same document and the key is not later."""
+        """Whether query and key are in the same document and the key is not later: a numpy array for numpy arrays, else a jax array."""
         if isinstance(q, np.ndarray):
             return (ids[q] == ids[kv]) & (q >= kv)
         import jax.numpy as jnp

@@ -74,7 +74,9 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
     spread: dict[tuple[int, Axes], Array] = {}
 
     def read(atom: Atom, axes: Axes) -> Array:
-        """The value of an atom, spread to `axes`; each spread of a value is made once."""
+        """The value of an atom, spread to `axes`; each spread of a value is made once. A literal is made anew and not spread; an input is
+        made when it is first read.
+        """
         if isinstance(atom, Lit):
             return tile.literal(atom)
         key = (atom.id, axes)

@@ -67,7 +67,7 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
     number = {old: new for new, old in enumerate(used)}
 
     def move(step: Step) -> Step:
-        """The step with the new numbers of its captured arrays."""
+        """The step with the new numbers of its captured arrays, in a load's `capture` and among a Call's arguments; an Op as it is."""
         if isinstance(step, Load):
             return dataclasses.replace(step, capture=number[step.capture])
         if isinstance(step, Call):

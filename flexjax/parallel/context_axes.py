@@ -138,7 +138,9 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
         return run(*share_on(call, flat, split))
 
     def whole(*flat: Array) -> list[Array]:
-        """The results of the whole call from whole arrays: reshards them and maps `share`."""
+        """The list of results of the whole call from whole arrays: reshards them as `share` needs them and maps `share` over the explicit
+        axes. The results are split as query is.
+        """
         around = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(
             share,

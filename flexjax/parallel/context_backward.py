@@ -148,8 +148,8 @@ class Backward(OnDevice):
         return sums
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
-        """`sums` by the method "ring". Long shards travel in parts, one part after the other, because their gradients in float32 are
-        large.
+        """`sums` by the method "ring". Long shards travel in RING_PARTS parts, one part after the other, because their gradients in
+        float32 are large (`blocks_of_part`); the gradients of keys are then in the dtypes of the keys.
 
         travels   indices among the wanted gradients of those over keys
         """

@@ -110,7 +110,9 @@ def bytes_text(size: int) -> str:
 
 
 def operand_names(problem: Problem) -> list[str]:
-    """A name for each operand of the flat list, for messages: "query", "captured array 0 of score_mod", "a block list"."""
+    """A name for each operand of the flat list, in its order, for messages: "query", "captured array 0 of score_mod", "a block list",
+    "the origin of key", "query_seq_lengths".
+    """
     n = problem.structure.num_leaves
     places = problem.arrange(range(n))
     tree_of: typing.Any = Operands

@@ -110,7 +110,9 @@ class Lowering:
         env: dict[object, Value] = {}
 
         def read(var: object) -> Value:
-            """The value of a variable or literal of the jaxpr."""
+            """The value of a variable or literal of the jaxpr: a scalar literal is a literal of the program, a literal array a known
+            value.
+            """
             if isinstance(var, jex_core.Literal):
                 if np.ndim(var.val) == 0:
                     return scalar(literal(var.val, aval_of(var).dtype))

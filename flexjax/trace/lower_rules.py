@@ -143,7 +143,9 @@ def _arg_reduction(prim: str) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: keeps the best element so far and its index by selects, so that the first of equal elements wins."""
+        """The rule: keeps the best element so far and its index by selects, so that the first of equal elements wins. The operand has an
+        element along the axis.
+        """
         (axis,) = eqn.params["axes"]
         dtype = eqn.params["index_dtype"]
         rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)

@@ -117,7 +117,9 @@ class FoldedShapes:
 
     @classmethod
     def of(cls, plan: KernelPlan) -> "FoldedShapes":
-        """The folded sizes of a plan."""
+        """The folded sizes of a plan: its head dim and extra features together, and the larger of the heads of key and key_extra. A plan
+        without extra features keeps its own.
+        """
         heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
         dim = plan.head_dim + plan.extra_dim
         tokens_first = plan.layout == "BTNH"

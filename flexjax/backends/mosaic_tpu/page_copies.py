@@ -141,10 +141,12 @@ class PageCopies:
         return b, start, jnp.where(kind == np.int32(IDLE), tile, keys)
 
     def _start(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """Starts the copies of visit v into its slot, and records in `slots.copied` how many pieces are copied. A piece whose
-        page is not in the pool is zeroed at once. An idle visit copies nothing.
+        """Starts the copies of visit v into its slot, and records in `slots.copied` how many pieces are copied; `_wait` waits for them. A
+        piece whose page is not in the pool is zeroed at once. An idle visit copies nothing. The slot must be free: the visit two before
+        has been computed.
 
-        tables   the visit lists in SMEM
+        tables         the visit lists in SMEM
+        pages, slots   what is read, and the scratch that is written
         """
         b, start, keys = self._keys(tables, v, pages)
         columns, page, rows = (
@@ -246,7 +248,7 @@ def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.
     exists = jnp.arange(plan.kv_len, dtype=jnp.int32) < end[:, None]
 
     def of_columns(scale: jax.Array) -> jax.Array:
-        """The scales of all columns, from those of heads [M] or of pages and heads [P, M]."""
+        """The scales of all columns, float32 [B, 1, columns padded to whole tiles], from those of heads [M] or of pages and heads [P, M]."""
         inside = (pages >= 0) & (pages < operands.key.shape[0])
         heads = scale.shape[-1]
         of_head = jnp.arange(plan.page, dtype=jnp.int32) % heads == jnp.arange(heads, dtype=jnp.int32)[:, None]

@@ -213,7 +213,9 @@ OFFSETS = 1 << 14
 
 
 def _origin_refusal(plan: KernelPlan) -> str | None:
-    """The sentence that says why the kernels cannot run at the origin of the plan, None if they can."""
+    """The sentence that says why the kernels cannot run at the origin of the plan, None if they can: a block mask from user lists whose
+    blocks no tile fits, or more than OFFSETS runs.
+    """
     origin, blocks = plan.origin, plan.blocks
     assert origin is not None
     if blocks is not None and blocks.from_user_lists and _kernel_blocks(plan) != (blocks.block_q, blocks.block_kv):

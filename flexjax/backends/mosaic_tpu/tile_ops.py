@@ -210,7 +210,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A comparison (eq, ne, lt, le, gt or ge) of x and y, as bool; of booleans by and, or, xor and not."""
+    """A comparison (eq, ne, lt, le, gt or ge) of x and y, as bool; of booleans, where False is less than True, by and, or, xor and not."""
     x, y = broadcast([x, y])
     if op.inputs[0].dtype != "bool":
         return getattr(lax, op.prim)(x, y)

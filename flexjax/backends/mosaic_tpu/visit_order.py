@@ -189,7 +189,9 @@ class DenseOrder(VisitOrder):
         return jnp.where(functools.reduce(jnp.logical_or, over), np.int32(EDGE), np.int32(FULL))
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
-        """In a kernel: the visit of this grid step; `tables` is empty."""
+        """In a kernel: the visit of this grid step, whose tile follows from the grid indices; `tables` is empty. A run opens at its first
+        tile and closes at its last (key-major: of the first and of the last member of the group).
+        """
         ids = [pl.program_id(n) for n in range(5 if self.key_major else 4)]
         b, h, i, j = self.tile_at(*ids)
         g = self.geometry

@@ -85,7 +85,13 @@ class TiledTangents:
     """
 
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
-        """Lays out `tangents`, those of the operands `tiled`, and the `results` of the forward pass."""
+        """Lays out the tangents and the results of the forward pass.
+
+        tiled        the operands of the pass, laid out for the same tiles
+        tangents     of the operands, in the layout of the call; None where there is none
+        derivative   program of score_mod's derivatives; None where score_mod is the identity
+        results      out and lse of the forward pass
+        """
         maybe = lambda f, x: None if x is None else f(x)
         in_compute = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
         self.tiled, self.derivative = tiled, derivative
@@ -123,8 +129,8 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     scale = jnp.asarray(plan.scale, tiled.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
-        """`state`, the two sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1], with one visit
-        added.
+        """`state` with one visit added, for `walk`: the two sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts'
+        [.., 1].
         """
         weighted, t_lse = state
         columns = lambda x: tiled.take_columns(x, row, visit)
