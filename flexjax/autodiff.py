@@ -334,15 +334,16 @@ ad.primitive_jvps[backward_p] = jvp_through_xla(_backward)
 
 
 def _batch_rule(primitive: Primitive) -> Callable:
-    """Makes the vmap rule of a primitive, which moves each mapped axis to the front and makes it a part of the batch
-    (fold_batch.py).
+    """Makes the vmap rule of a primitive, which moves each mapped axis to the front and makes it a part of the batch by `batch_rule` of
+    fold_batch.py.
     """
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
         """(results, their mapped axes, all 0).
 
-        dims     the mapped axis of each argument, None for those that are not mapped
-        params   parameters of the primitive beside the problem
+        flat              the arguments of the primitive
+        dims              the mapped axis of each argument, None for those that are not mapped
+        problem, params   parameters of the primitive
         """
         mapped = [d is not None for d in dims]
         front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(flat, dims, strict=True)]

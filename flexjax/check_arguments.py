@@ -51,9 +51,9 @@ class Inputs:
 
 
 def check_options(return_aux: object, options: object) -> KernelOptions:
-    """The argument kernel_options, or the default KernelOptions if it is None.
+    """The argument kernel_options (`options`), or the default KernelOptions if it is None; return_aux is only checked.
 
-    Raises ValueError if kernel_options is no KernelOptions, or return_aux no AuxRequest.
+    Raises ValueError if kernel_options is no KernelOptions, or return_aux neither None nor an AuxRequest.
     """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise bad_argument(
@@ -378,7 +378,7 @@ def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: 
         return None
 
     def checked(name: str, given: object, most: int) -> Array | None:
-        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None. Raises ValueError."""
+        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None. Raises ValueError for more."""
         if given is None:
             return None
         is_int = isinstance(given, int) and not isinstance(given, bool)

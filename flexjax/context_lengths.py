@@ -107,8 +107,11 @@ class ExistingRows(typing.NamedTuple):
         return exists
 
     def _where(self, x: Array, side: Side, other: float) -> Array:
-        """x [B, ...], an array over queries or keys as `side` says, with `other` in the rows that do not exist, padding included; x itself
-        without lengths of that side.
+        """x with `other` in the rows that do not exist, padding of the layout included; x itself without lengths of that side.
+
+        x       [B, ..], tokens along `dim`: all rows, or, with `axes`, those of this device
+        side    "query" or "key": which lengths and positions count
+        other   the number, cast to the dtype of x
         """
         ends = self.lengths.query if side == "query" else self.lengths.key
         if ends is None:

@@ -166,9 +166,10 @@ def _origin(plan: KernelPlan, operands: Operands) -> OriginTable:
 
 
 def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
-    """The BlockMask that a plan and its operands stand for: block lists, mask program and captured arrays put together again.
+    """The BlockMask that a plan and its operands stand for: block lists, mask program and captured arrays put together again. None if the
+    plan has no block mask.
 
-    None if the plan has no block mask.
+    The mask has the origin of queries and keys of the plan; absent lists are empty, and on_host is None. Its arrays may be traced.
     """
     lists = operands.lists
     if plan.blocks is None or lists is None:

@@ -237,7 +237,8 @@ def _text(
 
 
 def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
-    """The first line of the text: sizes by the shape letters of kernel_plan.py, dtype, layout, scale and optional features.
+    """The first line of the text: sizes by the shape letters of kernel_plan.py, dtype, layout, scale and those optional features that the
+    call has: extra features, precision, sinks, dropout, origin, lengths, pages.
 
     captured_scale   whether scale is a jax scalar, for which the text has no number
     """

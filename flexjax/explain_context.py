@@ -49,8 +49,9 @@ def describe_context(built: Built, implementation: tuple[str, ...] | None, targe
 
 
 def _received(built: Built) -> list[str]:
-    """Lines that say how many key blocks and bytes a device receives in the forward pass, and by which exchanges; for a call over more
-    than one device.
+    """Lines that say how many key blocks and bytes a device receives in the forward pass, by which exchanges, and what the backward pass
+    adds; for a call over more than one device. Method "all_to_all" has one line, of bytes alone; "neighbours" without anything to receive
+    has "no device receives keys".
     """
     call, plan, n = built.call, built.call.plan, built.call.devices
     batch, heads = (1, 1) if built.placed.split is None else (
@@ -100,7 +101,9 @@ def _filled(built: Built) -> str:
 
 
 def _stages(built: Built) -> list[tuple[str, int, int, BlockLayout]]:
-    """The stages in order, each as (what it computes, in words; how many query blocks it has; how many key blocks; layout of its lists)."""
+    """The stages in order, each as (what it computes, in words; how many query blocks of a device it has; how many key blocks; the layout
+    of its lists). Without known lists, the layout has lists as wide as there are blocks.
+    """
     call, tables = built.call, built.tables
     rows, own = tables.query_blocks.shape[1], tables.key_blocks.shape[1]
     n = call.devices

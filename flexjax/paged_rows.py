@@ -139,7 +139,11 @@ class Rows:
         return of_entry
 
     def unfold(self, results: Results) -> Results:
-        """The results in the order and the shape of the caller's queries."""
+        """The results in the order and the shape of the caller's queries, without rounding: out 0, lse and max_scores -inf at queries
+        without a place. The results as they are if batch entries are the requests.
+
+        results   of the plan with these batch entries
+        """
         place, exists = self.place, self.exists
         if place is None or exists is None:
             return results

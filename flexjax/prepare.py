@@ -90,14 +90,14 @@ def prepare(
     in_pages: InPages | None = None,
     **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> Call:
-    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the
-    operands.
+    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the Call: the plan and the operands.
+    Nothing is computed but block lists.
 
-    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under
-    jax.eval_shape or with random numbers for shapes). A score_mod that returns its score is left out; a scale that is a
-    jax scalar becomes a captured array of the score program, and the plan's scale is then 1. With an origin, the
-    programs are those of the whole problem, and the plan and the operands have the origin. With `in_pages`, key and value
-    are pools of pages. Raises ValueError for bad arguments.
+    The arguments are those of flex_attention, of which return_aux decides `plan.max_scores`; its arrays may be traced (explain and
+    autotune call it under jax.eval_shape or with random numbers for shapes). A score_mod that returns its score is left out; a scale that
+    is a jax scalar becomes a captured array of the score program, and the plan's scale is then 1. With an origin, the programs are those
+    of the whole problem, and the plan and the operands have the origin. With `in_pages`, key and value are not read: its `inputs` have
+    the checked arrays, whose key and value are pools of pages. Raises ValueError for bad arguments.
     """
     get = arguments.get
     layout, sinks = get("layout", "BTNH"), get("sinks")

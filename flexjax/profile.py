@@ -170,7 +170,8 @@ def memory_bandwidth() -> float:
 
 
 def _timed(call: Callable[[], object], seconds: float) -> tuple[float, int, float]:
-    """Times `call`, each time until its results are ready: (median seconds of a call, calls timed, seconds of the first call).
+    """Times `call`, each time until its results are ready: (median seconds of the timed calls, how many these are, seconds of the first
+    call).
 
     seconds   for how long calls are timed; at least 3 and at most 100 are
 

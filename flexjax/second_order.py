@@ -72,7 +72,8 @@ def _instantiate(primal: Array, tangent: object) -> object:
 
 def _second_order() -> Primitive:
     """Makes a primitive that is the identity on second-order tangents and cotangents, and that warns of the fallback when it is lowered
-    for a GPU or TPU, because JAX code that was traced before the target was known cannot warn.
+    for a GPU or TPU, because JAX code that was traced before the target was known cannot warn. It takes one array and the parameter
+    `problem`, and has rules for transposition and vmap.
     """
     primitive = Primitive("flexjax_second_order")
     primitive.def_abstract_eval(lambda x, problem: x)

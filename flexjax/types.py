@@ -138,8 +138,8 @@ class KernelOptions:
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a size that is no positive int, for another `split` or `instruction` than the class allows, and for a
-        flag that is no bool.
+        """Raises ValueError for a size (block_q to num_stages) that is no positive int or None, for a `split` that is neither of these
+        nor "auto", for another `instruction` than the class allows, and for a flag that is no bool.
         """
         for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
             value = getattr(self, name)
@@ -224,12 +224,16 @@ jax.tree_util.register_pytree_node(Origin, _flatten_origin, _unflatten_origin)
 
 
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
-    """KernelOptions.__init__ (`init`) with a ValueError that lists the options in place of the TypeError for an unknown keyword."""
+    """Wraps KernelOptions.__init__ (`init`), so that an unknown keyword raises a ValueError that lists the options in place of a
+    TypeError.
+    """
     known = [f.name for f in dataclasses.fields(KernelOptions)]
 
     @functools.wraps(init)
     def checked(self: KernelOptions, *values: object, **options: object) -> None:
-        """KernelOptions.__init__, but an unknown keyword raises ValueError."""
+        """KernelOptions.__init__ with the same arguments, but an unknown keyword raises ValueError; a positional argument too many still
+        raises TypeError.
+        """
         for name in options:
             if name not in known:
                 raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")

@@ -150,8 +150,11 @@ mlir.register_lowering(block_lists_p, _lower)
 def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
     """The partitioning rule (partition.Rule) of the primitive with these static parameters on a mesh of automatic axes.
 
-    The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its
-    share.
+    mesh          the mesh, whose axes may split batch ("b") and heads ("h")
+    mask, exact   the static parameters, as in `traced_lists`
+
+    The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its share. Rows
+    and columns of blocks are never split.
     """
     program, heads, origin = mask.program, mask.heads, mask.origin
     captured = enumerate(split_dims((program,), {"b": heads[0], "h": heads[1]}))

@@ -51,7 +51,7 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
 
 
 def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
-    """What `lists_of` returns, on the device, by comparing all pairs of columns: two kernels of a GPU."""
+    """What `lists_of` returns for `flags`, on the device, by comparing all pairs of columns: two kernels of a GPU."""
     num, at = jnp.sum(flags, -1, dtype=jnp.int32), jnp.arange(flags.shape[-1], dtype=jnp.int32)
     count = jnp.sum(flags[..., None, :] & (at <= at[:, None]), -1, dtype=jnp.int32)
     index = jnp.sum(count[..., None, :] <= at[:, None], -1, dtype=jnp.int32)
@@ -59,7 +59,7 @@ def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
 
 
 def _lists_by_scatter(flags: Array) -> tuple[Array, Array]:
-    """What `lists_of` returns, on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
+    """What `lists_of` returns for `flags`, on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
     columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)

@@ -329,7 +329,11 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
 
 
 def check_cache(cache: object) -> tuple[int, int]:
-    """(pages, tokens of a page) of a checked cache. Raises ValueError unless its arrays fit together."""
+    """Checks a cache and returns (P, the number of its pages, tokens of a page).
+
+    Raises ValueError unless it is a PagedCache of two arrays of four dims, of one supported dtype and the same pages, tokens and heads,
+    with a page of a multiple of 8 tokens, and with float32 scales [M] or [P, M] exactly where the dtype is quantised.
+    """
     if not isinstance(cache, PagedCache):
         raise bad_argument(
             "cache", f"a {type(cache).__name__}", "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty."

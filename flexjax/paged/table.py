@@ -270,9 +270,12 @@ def grow(table: PageTable, counts: Array, page: int) -> Growth:
 
 
 def check_table(table: object, page: int | None) -> int:
-    """The tokens of a page of a checked table. Raises ValueError unless `table` is a PageTable of int32 arrays that fit together.
+    """Checks a table and returns the tokens of a page: those that the table says, else `page`.
 
-    page   tokens of a page of the cache; None: the table has to say it
+    page   tokens of a page of the cache, which a table that says another number does not fit; None: the table has to say it
+
+    Raises ValueError unless `table` is a PageTable of int32 arrays of the documented ranks with a length for each row of pages. The
+    numbers in the arrays are not checked.
     """
     if not isinstance(table, PageTable):
         raise bad_argument(

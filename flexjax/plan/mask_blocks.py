@@ -53,8 +53,10 @@ def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPla
 def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
     """The plan of `plan_with_blocks` and the operands for it, with block lists of blocks of block_q x block_kv.
 
-    If the block mask comes from user lists, the classes of its old blocks become a captured array of the new mask program.
-    Both results are the arguments themselves if the plan stays the same.
+    plan, operands   of the call; a plan without a block mask or with blocks of that size is returned as it is, with its operands
+
+    If the block mask comes from user lists, the classes of its old blocks become a captured array of the new mask program. All else
+    stays.
     """
     made = plan_with_blocks(plan, block_q, block_kv)
     if made is plan:
@@ -203,7 +205,7 @@ def _traced(
     types = [jax.ShapeDtypeStruct(shape, jnp.int32), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given)]
 
     def extended(arrays: Sequence[Array]) -> MaskMod:
-        """The new mask function of (classes, *captured arrays of the old mask)."""
+        """The new mask function of `arrays`: (classes, *captured arrays of the old mask); `classes` are int32, one for each old block."""
         classes, *captures = arrays
         inside = None if program is None else as_mask_mod(program, captures)
 

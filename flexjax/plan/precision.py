@@ -19,12 +19,13 @@ def precision_name(given: object, dtype: str) -> str:
     """The name, for the plan, of the argument `precision` of a call: "default", "high", "highest" or the name of a
     jax.lax.DotAlgorithmPreset.
 
-    given   None: what jax.config.jax_default_matmul_precision says now, "default" if it says nothing. A jax.lax.Precision or one of
-            its names, of which "bfloat16" and "fastest" mean "default", "tensorfloat32" means "high" and "float32" means "highest".
-            A jax.lax.DotAlgorithmPreset or its name; its DEFAULT is "default". Or a pair of two that have the same name
+    given   None: what jax.config.jax_default_matmul_precision says now, "default" if it says nothing. A jax.lax.Precision or one of its
+            names, of which "bfloat16" and "fastest" mean "default", "tensorfloat32" means "high" and "float32" means "highest". A
+            jax.lax.DotAlgorithmPreset or its name; its DEFAULT is "default". Or a pair of two that have the same name, of which the
+            second may be None for "default"
     dtype   name of the dtype of query, key and value; for "bfloat16" and "float16" the result is always "default"
 
-    Raises ValueError for any other `given`, also for a pair with None, whatever the dtype.
+    Raises ValueError for any other `given`, also for a pair that begins with None, whatever the dtype.
     """
     found = _name(jax.config.jax_default_matmul_precision if given is None else given)  # pyright: ignore[reportAttributeAccessIssue]  # made when jax is imported
     if found is None:
@@ -38,8 +39,9 @@ def precision_name(given: object, dtype: str) -> str:
 
 
 def _name(given: object) -> str | None:
-    """The name in a plan of the precision `given`, "default" for None; None for what is no precision, and for a pair of two
-    that differ.
+    """The name in a plan of the precision `given`, of which the dtype of the inputs is not yet considered: "default" for None. For a pair
+    (tuple or list) the name that both have. None for what is no precision, for a pair of two that differ, and for a pair that begins with
+    None; None as the second of a pair is "default".
     """
     if given is None:
         return DEFAULT
