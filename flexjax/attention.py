@@ -145,12 +145,13 @@ def flex_attention(
     Python number in a function (capture jnp.asarray(number) if it changes from call to call). New values of captured arrays and
     a function that is defined again compile nothing.
 
-    Precision. float32 inputs are multiplied at least as exactly as `precision` says, in both passes; sums and softmax are
-    always float32, and so are mods that read no float64. None follows jax.default_matmul_precision where the call is traced. For "default", "high" and algorithms up to
-    "BF16_BF16_F32_X3" and "TF32_TF32_F32", the Hopper kernels write each product as a sum of three products of bfloat16 parts. Its
-    relative error is 2^-17; that of TF32, XLA's default on such a GPU, is 2^-11. The Hopper kernels refuse "highest", and the
-    kernels for other GPUs all float32; xla runs both, and passes the precision to XLA. The TPU kernels always multiply float32
-    exactly. With bfloat16 and float16 inputs `precision` has no effect: their products are exact and summed in float32.
+    Precision. float32 inputs are multiplied at least as exactly as `precision` says, in both passes; sums and softmax are always
+    float32, and so are mods that read no float64. None follows jax.default_matmul_precision where the call is traced. For
+    "default", "high" and algorithms up to "BF16_BF16_F32_X3" and "TF32_TF32_F32", the Hopper kernels write each product as a sum
+    of three products of bfloat16 parts. Its relative error is 2^-17; that of TF32, XLA's default on such a GPU, is 2^-11. The
+    Hopper kernels refuse "highest", and the kernels for other GPUs all float32; xla runs both, and passes the precision to XLA.
+    The TPU kernels always multiply float32 exactly. With bfloat16 and float16 inputs `precision` has no effect: their products
+    are exact and summed in float32.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; one block_mask for all layers that share it; reading captured arrays

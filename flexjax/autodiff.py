@@ -89,7 +89,11 @@ def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
 
 
 def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
-    """The types of out, lse and, if the plan asks for them, max_scores and rounding; `avals`: types of the operands."""
+    """The types of out, lse and, if the plan asks for them, max_scores and rounding, in this order.
+
+    avals     types of the operands, of which the first is query
+    problem   of which the plan is read
+    """
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))

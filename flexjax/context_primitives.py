@@ -211,7 +211,11 @@ def _forward(*flat: Array, call: ContextCall) -> list[Array]:
 
 
 def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list[core.ShapedArray]:
-    """The types of the results of `forward`; `avals`: those of the operands and tables."""
+    """The types of the results of `forward`, in its order, on the mesh of query, split over no axis. out is in the dtype of query.
+
+    avals   types of the operands, of which the first is query, and of the tables
+    call    the static part of the call
+    """
     plan, query = call.plan, avals[0]
     rows = query.shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))

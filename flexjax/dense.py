@@ -118,7 +118,7 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
     """
 
     def score_mod(score: Array, *at: Array) -> Array:
-        """The new score; `at` are b, h, q_idx and kv_idx."""
+        """The new score, in the dtype of `score`; `at` are b, h, q_idx and kv_idx."""
         made = call_program(program, operands.score_captures, at, score.astype(plan.score_dtype))
         return made.astype(score.dtype)
 

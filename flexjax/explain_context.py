@@ -87,6 +87,8 @@ def _received(built: Built) -> list[str]:
 def _filled(built: Built) -> str:
     """The end of a sentence: how many of the received key blocks a device needs, if messages of method "neighbours" are padded.
 
+    built   the call, checked and planned
+
     "" for other methods, without padding, and if the tables are traced.
     """
     rounds = built.decision.rounds

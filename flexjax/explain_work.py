@@ -161,7 +161,7 @@ def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
 
 
 def _bytes(plan: KernelPlan, seen: np.ndarray) -> float:
-    """How many bytes the keys and values in `seen` (from `_visible_keys`) have, each read once."""
+    """How many bytes the keys and values in `seen` (from `_visible_keys`) have, each read once, in the dtype in which they are stored."""
     itemsize = jnp.dtype(plan.cache_dtype or plan.dtype).itemsize
     return float(seen.mean(1).sum()) * plan.kv_heads * (plan.head_dim + plan.value_dim) * itemsize
 

@@ -127,7 +127,9 @@ def _run(call: Mapped) -> list[Array]:
 
 
 def _loop(call: Mapped) -> list[Array]:
-    """The results of a mapped call, with the axis of copies in front, by a loop that computes one copy after the other."""
+    """The results of a mapped call, with the axis of copies in front, by a loop (lax.map) that binds the primitive for one copy after the
+    other.
+    """
 
     def one(parts: list[Array]) -> list[Array]:
         """The results of one copy; `parts`: its parts of the mapped arguments."""
@@ -281,7 +283,9 @@ def _out_and_lse(call: Mapped) -> list[Array]:
 
 
 def _existing_rows(call: Mapped) -> Array | None:
-    """Which queries exist, bool [copies or 1, B, T, 1] ([copies or 1, B, 1, T] for BNTH); None without query lengths."""
+    """Which queries exist, bool [copies, B, T, 1] ([copies, B, 1, T] for BNTH), copies 1 if the lengths are not mapped; None without
+    query lengths.
+    """
     plan, lengths = call.problem.plan, call.operands.lengths
     if lengths is None or lengths.query is None:
         return None

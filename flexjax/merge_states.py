@@ -24,8 +24,8 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
     lses   [K, ...]: their lse, natural logarithms, as `AuxRequest(lse=True)` returns them
     axis   of lses, and of outs, along which the K calls lie
 
-    Each key must be in exactly one call. A state whose lse is -inf has weight 0, whatever its out is; a row in which all are -inf gives 0 and
-    -inf. Sinks are one more column of the softmax: give them to one of the calls, or each of them counts. Sums are in the
+    Each key must be in exactly one call. A state whose lse is -inf has weight 0, whatever its out is; a row in which all are -inf gives
+    0 and -inf. Sinks are one more column of the softmax: give them to one of the calls, or each of them counts. Sums are in the
     dtype of lses, out is in that of outs. The order of additions is that of the states, so the result does not depend on what else
     is in the batch. Differentiable. Raises ValueError for other types and shapes.
 

@@ -41,8 +41,8 @@ queries over 32768 keys takes 19 us of the GPU, one of 128 takes 94 us, or 390 u
 
 
 LARGEST_IN_PLACE = 256
-"""The largest head dim for which ragged requests of many queries have tiles of their own. The GPU kernel for these reads pages of 16-bit numbers
-and of such head dims in place; others it would gather for each tile."""
+"""The largest head dim for which ragged requests of many queries have tiles of their own. The GPU kernel for these reads pages of 16-bit
+numbers and of such head dims in place; others it would gather for each tile."""
 
 
 def tile_size(inputs: Inputs) -> int:
@@ -259,12 +259,13 @@ class Tiles(typing.NamedTuple):
 
 
 def _cut(counts: Array, starts: Array, most: int, size: int) -> Tiles:
-    """Cuts segments into tiles of `size` queries, of which the one with the last queries of a segment may have fewer. The tiles of a segment
-    come from its last to its first: under a causal mask those that see most keys then start first.
+    """Cuts segments into tiles of `size` queries, of which the one with the last queries of a segment may have fewer. The tiles of a
+    segment come from its last to its first: under a causal mask those that see most keys then start first. Segments without queries have
+    no tile.
 
-    counts    int32 [segments]: how many queries each segment has
-    starts    int32 [segments]: the number of its first query, where queries are numbered in the order of segments
-    most      the largest number of tiles that they can need, at least 1
+    counts   int32 [segments]: how many queries each segment has
+    starts   int32 [segments]: the number of its first query, where queries are numbered in the order of segments
+    most     how many tiles are made, at least 1 and at least as many as the segments need; those that are left over have a count of 0
     """
     segments = counts.shape[0]
     needs = -(-counts // size)
@@ -288,12 +289,13 @@ def _taken(x: Array, at: Array) -> Array:
 
 
 def ragged_passes(rows: Rows, queries: Queries, size: int | None) -> list[Rows]:
-    """The rows of ragged queries in tiles, for one pass, or for two: requests of at most MANY queries in small tiles, and the others in
-    tiles of MANY_TILE. There is one pass where no request can have more than MANY queries, and for pools of 8 or 32 bits or of head dims above
-    LARGEST_IN_PLACE.
+    """The rows of ragged queries in tiles, in a list: of one pass over all requests, or of two: requests of at most MANY queries in small
+    tiles (`tile_size`), then the others in tiles of MANY_TILE.
 
-    rows   one batch entry with all queries
-    size   queries of a tile in one pass over all requests; None: as above
+    rows      one batch entry with all queries
+    queries   of all requests
+    size      queries of a tile in one pass over all requests; None: two passes, but one in small tiles where no request can have more
+              than MANY queries, and for pools of other than 16 bits or head dims above LARGEST_IN_PLACE
 
     The tiles of a request follow from the number of its own queries.
     """

@@ -273,7 +273,7 @@ def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
     """
 
     def scaled(score: Array, *at: Array) -> Array:
-        """The scaled score after score_mod; `at` are b, h, q_idx and kv_idx."""
+        """What score_mod makes of the score times `scale`, or that product without score_mod; `at` are b, h, q_idx and kv_idx."""
         score = score * scale.astype(score.dtype)
         return score if score_mod is None else score_mod(score, *at)
 

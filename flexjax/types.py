@@ -107,11 +107,11 @@ class KernelOptions:
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
     split                      split-KV on a GPU, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
-                               merged, so that few requests with long caches fill the GPU. It applies to forward passes whose
-                               rows, queries times query heads of a key head, are at most 64; others ignore it. "auto": a chunk by head dims and rows,
-                               half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for others as
-                               "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
-                               otherwise keys are not split
+                               merged, so that few requests with long caches fill the GPU. It applies to forward passes whose rows,
+                               queries times query heads of a key head, are at most 64; others ignore it. "auto": a chunk by head dims
+                               and rows, half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for
+                               others as "auto" if there are more keys than queries, and key lengths or at least eight keys for each
+                               row; otherwise keys are not split
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 9.0, 10.0, 10.3
                                and 12.x. "tcgen05": on 10.0 and 10.3 the kernels that multiply by tcgen05, which no GPU has run yet,
                                and mma.sync beside them. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the others

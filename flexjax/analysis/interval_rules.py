@@ -32,17 +32,16 @@ KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "
 
 
 def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
-    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN
-    can occur.
+    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN can occur.
 
     op         the operation
     args       what is known of its operands
     found      the interval by the operation's rule
-    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not
-               rounded
+    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not rounded
 
-    Widened are operations of INEXACT, sums and differences with a product, integer powers above 2, and results of less
-    than 32 bits other than those of KEEPS_NARROW; they are then not `attained`. The result is never `contiguous`.
+    Widened are operations of INEXACT, sums and differences with a product, integer powers above 2, and results of less than 32 bits other
+    than those of KEEPS_NARROW; they are then not `attained`. Other operations keep that flag of `found`. The result is never
+    `contiguous`.
     """
     low, high, attained, _ = found
     if op.prim in INEXACT:
@@ -352,10 +351,9 @@ def range_known(atom: ir.Atom) -> bool:
 
 
 def _select(op: Op, args: list[Abstract]) -> Interval | None:
-    """The interval of the case that a select_n picks; its ends are not attained.
+    """The interval of the case that a select_n picks; neither flag holds.
 
-    In blocks where a bool predicate may be either, and for integer predicates, it is the hull of all cases. None if a
-    case is a bool.
+    In blocks where a bool predicate may be either, and for integer predicates, it is the hull of all cases. None if a case is a bool.
     """
     predicate = args[0]
     cases = [c for c in args[1:] if isinstance(c, Interval)]

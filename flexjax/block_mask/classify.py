@@ -169,11 +169,11 @@ def classify_on_host(mask: BlockedMask, captures: Sequence[Array], exact: bool |
 
 
 def _places(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis.
+    """Coordinates [n, 4] of the partial, full and uncertain blocks, in this order and each ascending, by interval analysis.
 
-    A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty),
-    and only the blocks of the other squares are classified one by one. Programs for which `can_be_tiled` is False, and masks whose
-    origin has several runs, are classified block by block.
+    A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty), and only
+    the blocks of the other squares are classified one by one. Programs for which `can_be_tiled` is False, and masks whose origin has
+    several runs, are classified block by block.
     """
     large = math.prod(mask.heads) * math.prod(mask.counts) > COARSE_FROM and max(mask.counts) > SIDE
     apart = mask.origin is not None and not mask.origin.single  # a square of blocks may straddle two runs
@@ -246,9 +246,10 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis of every block.
+    """Coordinates [n, 4] of the partial, full and uncertain blocks, in this order and each ascending, by interval analysis of every
+    block.
 
-    A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks.
+    A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks, or one row.
     """
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
     for first, codes in codes_of_rows(mask, captures):

@@ -55,7 +55,7 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
     """The lists of the selected batch entries, heads and query blocks, from an index array x [B, H, q_blocks, width]; all of its width.
 
-    picked   the selected numbers along each of the first three axes
+    picked   the selected numbers along each of the first three axes; an axis may have a number several times
     """
     return x[np.ix_(*picked)]
 

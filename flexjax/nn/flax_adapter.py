@@ -75,11 +75,11 @@ def attention_fn(
         qk_attn_weights_einsum: object = None,
         attn_weights_value_einsum: object = None,
     ) -> Array:
-        """The function that flax calls: attention of [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] ->
-        [batch..., T, N, E].
+        """The function that flax calls: attention of [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] -> [batch..., T, N,
+        E].
 
-        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of
-        the computation, to which `promote_dtype` casts the arrays (None: they are cast to `dtype`, or to their common dtype). `deterministic`
+        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of the
+        computation, to which `promote_dtype` casts the arrays (None: they are cast to `dtype`, or to their common dtype). `deterministic`
         means no dropout. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
         score_mod. Raises ValueError for arguments that fused attention cannot honour, for a block mask beside a mask of the call, and for
         dropout without a key.

@@ -1,7 +1,8 @@
 """Attention over packed documents, with the arguments that language-model trainers pass to their attention.
 
 Trainers pack several documents into a row of tokens and number them: 1, 2, ... for documents, 0 for padding. A query may
-see the keys of its own document only. Because that is a mask_mod here, blocks that hold no pair of one document are skipped, on every backend.
+see the keys of its own document only. Because that is a mask_mod here, blocks that hold no pair of one document are skipped, on
+every backend.
 """
 
 import jax

@@ -71,8 +71,8 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any
-    order" if the backward pass may add in any order.
+    """The plan in one line of text, for the field "plan" of an entry: sizes, dtype, layout, which of score_mod, mask_mod, blocks and
+    dropout it has, and "any order" if the backward pass may add in any order.
     """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
@@ -93,7 +93,7 @@ def versions() -> tuple[str, str]:
 
 def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | None) -> str:
     """The key under which a file of measured tiles has the entry of a plan: 32 hexadecimal digits of a SHA-256. It is the same with
-    exact_captures, which runs with the same tiles.
+    exact_captures, which runs with the same tiles, and with other tile sizes among the options.
 
     backend, device   name of the backend, device kind as jax names it
     of                versions of jax and flexjax for which the tiles were measured; None in the tables of the package
