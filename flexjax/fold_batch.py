@@ -94,7 +94,9 @@ class Mapped:
         return self.params.get("wanted")
 
     def tangent_index(self, movable: int) -> int | None:
-        """The index in `flat` of the tangent of the operand with index `movable` in Operands.movable; None if it has none."""
+        """The index in `flat` of the tangent of the operand with index `movable` in Operands.movable; None if it has none, and for
+        forward and backward.
+        """
         if self.moving is None or not self.moving[movable]:
             return None
         return self.leaves + self.problem.residuals + sum(self.moving[:movable])

@@ -83,7 +83,7 @@ class Queries:
 
     @property
     def exists(self) -> Array:
-        """bool [queries]: which of them exist."""
+        """bool [queries]: which of them exist; False also for padding and for requests that `of` has left out."""
         return self.place < self.counts[self.request]
 
 

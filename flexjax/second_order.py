@@ -85,12 +85,14 @@ def _second_order() -> Primitive:
 
     @primitive.def_impl
     def run_now(x: Array, problem: Problem) -> Array:
-        """Evaluates the primitive outside of jit: warns for the device of x, and returns x."""
+        """Evaluates the primitive outside of jit: warns if the device of x is a GPU or TPU, and returns x."""
         warn(target_of(x), problem)
         return x
 
     def lower(ctx: mlir.LoweringRuleContext, x: ir.Value, *, platform: str, problem: Problem) -> list:
-        """The lowering rule for a GPU or TPU: warns, and returns x."""
+        """The lowering rule for the platform of a GPU or TPU: warns while lowering, and returns [x]. Other platforms have a rule without
+        a warning.
+        """
         warn(targets.of_lowering(ctx, platform), problem)
         return [x]
 

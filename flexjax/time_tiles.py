@@ -111,10 +111,10 @@ def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
 
 
 def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
-    """Calls `run` again and again and returns the seconds of each call; there are at least one and at most counts[1].
+    """Calls `run`, which waits for its results, again and again, and returns the seconds of each call; there are at least one and at most
+    counts[1].
 
-    No further call begins when `clock` shows `limit` or later, when counts[0] calls and `short` seconds are over, or after LONG
-    seconds.
+    No further call begins when `clock` shows `limit` or later, when counts[0] calls and `short` seconds are over, or after LONG seconds.
     """
     times: list[float] = []
     began = clock()
@@ -172,17 +172,16 @@ def _step(
 def time_tile(
     call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
 ) -> Trial:
-    """Compiles and times one candidate; one that is refused or raises an error is left out, with a line in the log.
+    """Compiles and times one candidate; one that is refused or raises an error is left out, with a line in the log. Returns its Trial;
+    that of a candidate that is left out has no seconds and no function, and says why.
 
+    call      the call, of which the operands and the traced score_mod are read
     plan      that of the call with the candidate's tile among its options
     timed     the choice of the backend whose tile it is
     which     "forward": the forward pass is timed; "backward": both passes are
     tile      the candidate, for the Timing and the log
     movable   indices in Operands of the arrays that get gradients
-    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first
-              untimed one
-
-    The trial of a candidate that is left out has no seconds and says why.
+    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first untimed one
     """
 
     def skip(reason: str) -> Trial:

@@ -91,7 +91,9 @@ def either(a: Truth, b: Truth, apart: bool) -> Truth:
 
 
 def _differ(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of a != b for bools: a and not b, or b and not a. apart: whether they share neither queries nor keys."""
+    """The Truth of a != b for bools: a and not b, or b and not a. apart: whether they share neither queries nor keys. The two parts share
+    both, so fewer outcomes are certain.
+    """
     return either(both(a, negate(b), apart), both(negate(a), b, apart), False)
 
 

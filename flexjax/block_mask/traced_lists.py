@@ -163,7 +163,8 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
         arguments += origin.table_dims
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
-        """The axes that split batch and heads: those of the array whose batch (heads) is split over most devices.
+        """How batch and heads of the lists are split, for `spec` and `on_device`: {"b": axes, "h": axes}, () where nothing splits them.
+        The axes are those of the array whose batch (heads) is split over most devices; no axis splits both.
 
         dims, specs   for each array the names of its dimensions and the axes that split them
         """

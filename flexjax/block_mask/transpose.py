@@ -166,7 +166,8 @@ _transposed_by_jit = jax.jit(_transposed, static_argnames=("columns", "width"))
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The coordinates (batch entry, head, row, column) of the blocks that a pair of lists names, int [n, 4], computed on the host.
+    """The coordinates (batch entry, head, row, column) of the blocks that a pair of lists names, int [n, 4], row after row in the order
+    of the lists, computed on the host. Entries past the counts name no block; numbers are not checked.
 
     num, index   how many columns each row lists, [B, H, rows], and their numbers, [B, H, rows, width]
     """

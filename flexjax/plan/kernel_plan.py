@@ -115,7 +115,9 @@ class KernelPlan:
 
     @property
     def returns_rounding(self) -> bool:
-        """Whether the forward pass returns `Results.rounding`: not for a partial plan, whose out is not rounded."""
+        """Whether the forward pass returns `Results.rounding`: for `exact_captures`, but not for a partial plan, whose out is not
+        rounded.
+        """
         return self.exact_captures and not self.partial
 
     @property

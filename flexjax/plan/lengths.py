@@ -24,7 +24,7 @@ NONE = Lengths(None, None)
 
 
 def token_axis(plan: KernelPlan) -> int:
-    """The axis of tokens of query, key, value, out, lse and max_scores in the plan's layout."""
+    """The axis of tokens of query, key, value, out, lse and max_scores in the plan's layout: 1 for BTNH, 2 for BNTH."""
     return 1 if plan.layout == "BTNH" else 2
 
 

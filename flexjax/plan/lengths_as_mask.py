@@ -47,6 +47,9 @@ def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
     without lengths is returned as it is.
 
     block_q, block_kv   queries and keys of a block, for a plan without a block mask; a plan with one keeps its block size
+
+    The lists have an entry for each batch entry, their widths are upper bounds, and the new mask program captures the ends of the lengths
+    (`as_mask` makes the lists and the captured arrays).
     """
     if not any(plan.lengths):
         return plan
