@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
-from flexjax.trace.translation import Equation, Typed, Variable
+from flexjax.trace.translation import Equation, Scope, Typed, Variable
 from flexjax.trace.values import Value
 
 
@@ -110,10 +110,10 @@ def nested_consts(params: Sequence[object]) -> list[object]:
     for param in params:
         if isinstance(param, tuple | list):
             found += nested_consts(param)
-        elif hasattr(param, "eqns") or hasattr(param, "consts"):
-            found += list(getattr(param, "consts", ()))
+        elif hasattr(inner := getattr(param, "jaxpr", param), "eqns"):
             # before jax 0.11 the jaxpr of a jax.checkpoint has no constants of its own, and those inside have
-            for eqn in cast(Sequence[Equation], getattr(param, "jaxpr", param).eqns):
+            found += list(getattr(param, "consts", ()))
+            for eqn in cast(Sequence[Equation], cast(Scope, inner).eqns):
                 found += nested_consts(tuple(eqn.params.values()))
     return found
 
