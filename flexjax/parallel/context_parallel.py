@@ -243,8 +243,12 @@ def _block_of(name: str, rows: int, devices: int) -> int:
 
     name   of the argument, for the message
 
-    Raises ValueError if the devices do not divide the rows, or if the largest such number is below 8 and less than the part.
+    Raises ValueError if there are no rows, if the devices do not divide them, or if the largest such number is below 8 and less than the part.
     """
+    if rows == 0:
+        raise bad_argument(
+            name, "0 rows", "tokens to split over the devices", "Leave context= out for a call without queries or keys."
+        )
     each = rows // devices
     size = next((n for n in range(min(128, each), 0, -1) if each % n == 0), 0)
     if rows % devices or size < min(each, 8):

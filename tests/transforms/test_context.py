@@ -410,6 +410,15 @@ def test_a_call_without_a_mesh() -> None:
 
 
 @needs_two
+def test_no_tokens_to_split() -> None:
+    with jax.set_mesh(two()), pytest.raises(ValueError, match="key") as error:
+        flexjax.flex_attention(*(qkv(n)[0] for n in (T, 0, 0)), context=ContextParallel("sp"))
+    assert str(error.value) == (
+        "`key` is 0 rows; expected tokens to split over the devices. Leave context= out for a call without queries or keys."
+    )
+
+
+@needs_two
 def test_what_a_call_cannot_have() -> None:
     ids = jnp.zeros(T, jnp.int32)
     q, k, v = qkv()
