@@ -219,29 +219,34 @@ def query_words(ops: Ops, queries: typing.Any, columns: int, head_dim: int) -> l
     return found
 
 
-def scores(
-    ops: Ops,
-    keys: typing.Any,
-    queries: list[Word],
-    zero: Word,
-    block_kv: int,
-    columns: int,
-    head_dim: int,
-    stored: str,
-    dtype: str,
-) -> dict[tuple[int, int], Word]:
-    """This thread's elements of S^T = K Q^T, [block_kv, columns]: (row, column) -> float32. The key of an element says where the first
-    thread of the warpgroup has it; the thread with warp, g and t (`Lanes`) has it 16 * warp + g rows and 2 t columns further on.
+class TileOfBytes(typing.NamedTuple):
+    """Sizes and dtypes of a tile of keys or values, and of the product that it enters.
 
-    keys       [block_kv, head_dim] bytes in shared memory, in swizzled pieces
-    queries    of `query_words`
-    zero       the float32 0
     block_kv   keys of the tile, a multiple of 64
     columns    packed queries, a multiple of 8
-    head_dim   a multiple of PIECE
+    dim        head dim of the keys or the values, a multiple of PIECE
     stored     dtype of the bytes, "int8" or "float8_e4m3fn"
-    dtype      16-bit dtype of the queries, to which the bytes are widened
+    dtype      16-bit dtype of the product, to which the bytes are widened
     """
+
+    block_kv: int
+    columns: int
+    dim: int
+    stored: str
+    dtype: str
+
+
+def scores(
+    ops: Ops, keys: typing.Any, queries: list[Word], zero: Word, tile: TileOfBytes
+) -> dict[tuple[int, int], Word]:
+    """This thread's elements of S^T = K Q^T, [tile.block_kv, tile.columns]: (row, column) -> float32. The key of an element says where the first
+    thread of the warpgroup has it; the thread with warp, g and t (`Lanes`) has it 16 * warp + g rows and 2 t columns further on.
+
+    keys      [block_kv, head dim] bytes in shared memory, in swizzled pieces
+    queries   of `query_words`, in the dtype of the product
+    zero      the float32 0
+    """
+    block_kv, columns, head_dim, stored, dtype = tile
     warp, g, t = lanes_of(ops)
     pieces, per_column = head_dim // PIECE, len(queries) // (columns // 8)
     row = ops.add(ops.times(warp, 2 * pieces * 8 * PIECE), ops.times(g, PIECE))
@@ -333,25 +338,17 @@ def add_values(
     weights: dict[tuple[int, int], Word],
     factor: dict[tuple[int, int], Word],
     out: dict[tuple[int, int], Word],
-    block_kv: int,
-    columns: int,
-    value_dim: int,
-    stored: str,
-    dtype: str,
+    tile: TileOfBytes,
 ) -> dict[tuple[int, int], Word]:
     """This thread's elements of O^T = out * factor + V^T P^T, sums over the keys of its warp alone: (64 (8 p + m) + 8 h, column) -> the
     float32 sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1, for packed query column + 2 t.
 
-    values      [block_kv, value_dim] bytes in shared memory, in swizzled pieces
-    weights     of every key, float32 (`Softmax`), rounded here to `dtype`
-    factor      of `Softmax`, in rows 0 and 8
-    out         the sums of the tiles before, with the same keys as the result
-    block_kv    keys of the tile, a multiple of 64
-    columns     packed queries, a multiple of 8
-    value_dim   a multiple of PIECE
-    stored      dtype of the bytes, "int8" or "float8_e4m3fn"
-    dtype       16-bit dtype of the product
+    values    [block_kv, value dim] bytes in shared memory, in swizzled pieces
+    weights   of every key, float32 (`Softmax`), rounded here to the dtype of the product
+    factor    of `Softmax`, in rows 0 and 8
+    out       the sums of the tiles before, with the same keys as the result
     """
+    block_kv, columns, value_dim, stored, dtype = tile
     warp, g, t = lanes_of(ops)
     pieces = value_dim // PIECE
     base = ops.times(warp, 2 * pieces * 8 * PIECE)

@@ -269,10 +269,9 @@ def byte_scores(keys: Ref, queries: jax.Array, columns: int, stored: str, dtype:
     def multiply(memory: ir.Value, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         """One thread's elements of K Q^T, from a memref of the keys and its words of the queries."""
         ops = MlirOps()
-        found = decode_fragments.scores(
-            ops, mgpu_utils.memref_ptr(memory), list(_elements(words).values()), mgpu.c(0.0, ops.f32), block_kv, columns,
-            head_dim, stored, dtype,
-        )  # fmt: skip
+        tile = decode_fragments.TileOfBytes(block_kv, columns, head_dim, stored, dtype)
+        place, zero = mgpu_utils.memref_ptr(memory), mgpu.c(0.0, ops.f32)
+        found = decode_fragments.scores(ops, place, list(_elements(words).values()), zero, tile)
         return _array(found, shape)
 
     return multiply(keys, queries)
@@ -346,9 +345,8 @@ def add_byte_values(
         """One thread's elements of the new sums, from a memref of the values and its elements of weights, factor and old sums."""
         weights, factor, out = map(_elements, arrays)
         place = mgpu_utils.memref_ptr(memory)
-        found = decode_fragments.add_values(
-            MlirOps(), place, weights, factor, out, block_kv, columns, value_dim, stored, dtype
-        )
+        tile = decode_fragments.TileOfBytes(block_kv, columns, value_dim, stored, dtype)
+        found = decode_fragments.add_values(MlirOps(), place, weights, factor, out, tile)
         return _array(found, shape)
 
     return multiply(values, weights, factor, out)

@@ -157,8 +157,8 @@ def test_one_tile(keys: int, head_dim: int, value_dim: int, columns: int, stored
 
     words = decode_fragments.query_words(ops, query.reshape(-1).view(np.uint8), columns, head_dim)
     NumpyOps.worst = 0
-    shapes = keys, columns, head_dim, stored, dtype
-    found = decode_fragments.scores(ops, swizzled(tiles[0]), words, zero, *shapes)
+    sizes = decode_fragments.TileOfBytes(keys, columns, head_dim, stored, dtype)
+    found = decode_fragments.scores(ops, swizzled(tiles[0]), words, zero, sizes)
     whole = np.zeros((keys, columns))
     for (row, column), value in found.items():
         whole[row + 16 * WARP + G, column + 2 * T] = value
@@ -194,9 +194,8 @@ def test_one_tile(keys: int, head_dim: int, value_dim: int, columns: int, stored
         for c in sums
     }
     weights = {key: value.astype(np.float32) for key, value in made.weights.items()}
-    after = decode_fragments.add_values(
-        ops, swizzled(tiles[1]), weights, made.factor, before, keys, columns, value_dim, stored, dtype
-    )
+    sizes = sizes._replace(dim=value_dim)
+    after = decode_fragments.add_values(ops, swizzled(tiles[1]), weights, made.factor, before, sizes)
     rounded = p.astype(np.float32).astype(DTYPES[dtype]).astype(np.float64).reshape(-1, 4, 16, columns)
     new = np.einsum("bwkc,bwkd->wdc", rounded, numbers[1].reshape(-1, 4, 16, value_dim)) + old * factor[:, None]
     for (row, column), value in after.items():
