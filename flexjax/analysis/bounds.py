@@ -106,7 +106,9 @@ def _mul(a: Range, b: Range) -> Range:
 
 
 def _div(a: Range, b: Range) -> Range:
-    """The range of a quotient, of the range a by the range b; -inf..inf if an end of a is infinite or the divisor may be 0."""
+    """The range of the exact quotient of a number in the range `a` by one in the range `b`; -inf..inf if an end of `a` is infinite
+    or the divisor may be 0, which an end of 0 means too. Ends of `b` may be infinite.
+    """
     if b[0] <= 0 <= b[1]:
         return ANYTHING
     return _mul(a, (1 / b[1], 1 / b[0]))

@@ -177,11 +177,12 @@ def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]
 
 
 def _progress(start: float, done: int, of: int, now: str) -> None:
-    """Draws a progress bar on the terminal; nothing when the output is a file.
+    """Draws a progress bar with the elapsed seconds over the present line of stderr; nothing if stderr is not a terminal, wherever
+    stdout goes. It never ends the line: the caller prints a newline to stderr after the last call.
 
     start      time.monotonic() when the run began
     done, of   number of measurements that are done, and of all
-    now        what is measured now
+    now        what is measured now; its first 60 characters are shown
     """
     if sys.stderr.isatty():
         filled = 30 * done // max(of, 1)

@@ -152,14 +152,18 @@ def run_case(
     name: str, case: Case, dtype: str, options: Options, implementation: typing.Literal["mosaic_gpu"] | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The results of two runs of a case: two dicts of float64 numpy arrays by the names of dense_oracle.Results, [B, heads, tokens, dim]
-    in either layout: out, dq, dk, dv; lse, dsinks and dlearned if the case has them.
+    in either layout: out, dq, dk, dv; lse [B, heads, tokens], dsinks and dlearned if the case has them.
 
-    dtype            of q, k and v; sinks and captured arrays are float32, or float64 with "float64"
-    options          fields of KernelOptions
+    name             of the case. It is the seed of the arrays (`first_hour_cases.drawn`), so `first_hour_cases.dense` must get the
+                     same name and case for the oracle
+    case             that of `name`, or `small` of it; its own `options` are not read
+    dtype            of q, k, v and the cotangent of out. Sinks and the array that the score function reads ("c", whose gradient is
+                     dlearned) are float32, or float64 with "float64"; captured integers are int32
+    options          all fields of KernelOptions for the call, those of `case.options` included
     implementation   of flex_attention; None: its default choice
 
-    Slots of queries and keys past a length hold NaN, because what they hold must not matter. Raises NotImplementedError where the kernels
-    refuse the case.
+    Slots of q, k and v past a length hold NaN, because what they hold must not matter; the cotangents are numbers there too. Raises
+    NotImplementedError where the kernels refuse the case.
     """
     given, captured = first_hour_cases.drawn(name, case)
     for end, names in zip(case.lengths, (("q",), ("k", "v")), strict=True):

@@ -30,7 +30,10 @@ def fits(bounds: tuple[int, int], dtype: str) -> bool:
 
 
 def whole_range_if_narrow(dtype: str) -> Range:
-    """The range of an integer type of at most 16 bits; None for wider types, whose range would bound nothing in practice."""
+    """The range of an integer type of at most 16 bits; None for wider types, whose range would bound nothing in practice.
+
+    dtype   name of an integer type; bool and the floats raise ValueError
+    """
     info = jnp.iinfo(jnp.dtype(dtype))
     return (int(info.min), int(info.max)) if info.bits <= 16 else None
 

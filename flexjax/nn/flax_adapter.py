@@ -216,14 +216,16 @@ def _at_positions(
     """Changes the mods so that they get positions of tokens in the whole sequence in place of the indices of this call.
 
     score_mod, mask_mod   the user's mods, or None
-    input_positions       flax's argument: int [batch..., T], the position of each query, and of each key if S == T; or None
-    mask                  flax's mask, [B or 1, N or 1, T or 1, S] bool, or None; in a decoding step (T == 1 < S) without
-                          input_positions, the last key that it shows is the position of the query
+    input_positions       flax's argument: int [batch..., T], or what broadcasts to it along the batch axes: the position of each
+                          query, and of each key if S == T; otherwise keys keep their indices. None: not given
+    mask                  flax's mask, [B or 1, N or 1, T or 1, S] bool, or None. It is read only in a decoding step (T == 1 < S)
+                          without input_positions: the last key that it shows to any head is then the position of the query
     batch                 the sizes of the batch axes
     sizes                 (B, N, T, S) of the call, B the product of `batch`
 
     Returns (score_mod, mask_mod), None where None was given. Without input_positions and outside a decoding step, the mods come back
-    as they are. Raises ValueError for positions that do not fit, and for a decoding step that has neither positions nor a mask.
+    as they are. If both mods are None, nothing is checked. Otherwise raises ValueError for positions that are not integers or do
+    not fit, and for a decoding step that has neither positions nor a mask.
     """
     _, _, q_len, kv_len = sizes
     both = False

@@ -212,8 +212,16 @@ class Exchange(typing.NamedTuple):
         return self._reordered(x, blocks, size, self.in_order)
 
     def to_tokens(self, x: Array, blocks: Array, size: int) -> Array:
-        """All heads of this device's tokens, from x, this device's part of the heads of all tokens: the inverse of `to_heads`, whose
-        arguments `blocks` and `size` it takes.
+        """Trades tokens for heads, the inverse of `to_heads`: gives each device all heads of its own tokens. A collective, which all
+        devices of the sequence's axes call together.
+
+        x        all tokens, in the order of the sequence, padding last, of this device's part of the heads: an array over tokens in the
+                 plan's layout, or a row statistic, as `to_heads` returns them
+        blocks   int32 [devices, each]: the numbers, in the sequence, of each device's blocks, padding included, as for `to_heads`
+        size     tokens of a block
+
+        The result has the axes and dtype of x, with the tokens of this device's blocks, in their order, and `devices` times as many
+        heads. On a call without axes only the blocks are put back in the device's order.
         """
         axis = token_axis(self.call.plan)
         x = self._reordered(x, blocks, size, self.by_device)

@@ -252,11 +252,16 @@ class _Cta(TileCta):
         self.write(dk, scratch.key, d_key, self.parts)
 
     def write(self, gradient: jax.Array, tile: Ref, target: Ref, arrivals: int) -> None:
-        """Writes a gradient over `tile` in shared memory (dK over K, or dV over V) and copies it from there to `target`
-        in global memory. Before, it waits until the last products of both computing warpgroups have read K and V.
+        """Writes the gradient of this warpgroup over `tile` in shared memory (dK over K, or dV over V), and copies it by TMA to its
+        place in `target`. Before, it waits until the last products of both computing warpgroups have read K and V. It returns
+        when the copy has read the shared memory; the writes to global memory may still be under way.
 
-        gradient   [SPLIT_KEYS, D or E] float32; split here into parts of the dtype of `tile`
-        arrivals   how often this warpgroup arrives at the barrier PRODUCTS_DONE: 1 for dV, `parts` for dK
+        gradient   [SPLIT_KEYS, D or E] float32, with the scale applied; split here into parts of the dtype of `tile`
+        tile       `SplitScratch.key` for dK or `.value` for dV: [parts, SPLIT_KEYS, D or E] in shared memory
+        target     the whole gradient array in global memory, [parts * B, T, M, D or E] in the plan's layout, T being the keys. Only the
+                   rows at `place`, the keys and the head of this CTA, are written, once for each part
+        arrivals   how often this warpgroup arrives at the barrier PRODUCTS_DONE, which expects parts + 1 arrivals in all: 1 for
+                   dV, `parts` for dK
         """
         done = self.scratch.own_full.at[PRODUCTS_DONE]
         for _ in range(arrivals):

@@ -191,8 +191,8 @@ class DecodeItems:
         """Whether the block lists name any key of each key tile for any packed row, and the tile has keys that exist:
         bool [*list_shape, chunks, tiles of a chunk].
 
-        lists     the block lists of the plan's block mask
-        lengths   as for `work`
+        lists     the block lists of the plan's block mask, with partial and full blocks; mask blocks may be of any size beside a tile
+        lengths   [B] int32, keys of each batch entry, with which tiles that begin at or past them are False; None: all keys exist
         """
         plan, tile, blocks = self.plan, self.tile, self.plan.blocks
         assert blocks is not None

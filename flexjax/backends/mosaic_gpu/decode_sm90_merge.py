@@ -47,18 +47,21 @@ def merged(
     query_lengths: jax.Array | None,
 ) -> Results:
     """The results of a call, in its layout, from the partial results of its chunks: out, lse and, if the plan asks for
-    it, the row maximum.
+    it, the row maximum, which is that of the scores alone, without the sink.
 
     plan            of the call, before its heads are packed into rows
     softmax         that of the kernel; it converts references to scores, which differ by a factor of log2(e) unless
                     scores are large
     out, stats      [B, M, chunks, R, E padded] and [B, M, chunks, 2, R] float32, what the kernel wrote
-                    (`DecodeOutputs`). Row r is query r // (N // M) of head r % (N // M) of the key head's group
+                    (`DecodeOutputs`). R is T * (N // M), no padding rows: row r is query r // (N // M) of head r % (N // M) of
+                    the key head's group
     live            bool [B or 1, M or 1, chunks]: which chunks have visits; the partial results of the others are
                     undefined and not used. None: all have
     sinks           [N] or None; a sink is added once to the softmax denominator of each row of its head
     query_lengths   [B] int32, how many queries exist; the others get out 0, and lse and row maximum -inf. None: all
                     exist
+
+    A query that exists but sees no key gets out 0 and row maximum -inf; its lse is the logit of its sink, or -inf without sinks.
     """
     kv_heads, group = plan.kv_heads, plan.group
     out = out[..., : plan.value_dim]

@@ -80,7 +80,11 @@ def ring_barriers(copying: Copying, slots: int, groups: int) -> Barriers | None:
 
 
 def meeting_barrier(groups: int, interpret: bool) -> Barriers | None:
-    """The mbarrier that stands for the CTA's barrier in the simulator (`Copies.sync`), with one arrival of each of `groups` warpgroups;
-    None on the device, and for a single warpgroup, which has nobody to wait for.
+    """The scratch entry of the mbarrier that stands for the CTA's barrier in the simulator (`Copies.sync`): an array of one barrier,
+    at index 0, which expects one arrival of each warpgroup. None on the device, and for a single warpgroup, which has nobody to
+    wait for.
+
+    groups      warpgroups of a CTA that call `Copies.sync`
+    interpret   whether the kernel runs in the simulator
     """
     return Barriers(1, arrivals=groups) if interpret and groups > 1 else None

@@ -444,8 +444,9 @@ def rounded_up(vector: jax.Array) -> jax.Array:
 
 
 def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
-    """Softmax references, [rows] float32, rounded up to a whole number of powers of two.
+    """Softmax references, [rows] float32, rounded up to a whole number of powers of two. Infinities and NaN stay as they are.
 
+    reference       the references of the rows, in registers or in the simulator
     powers_of_two   powers of two in one unit of a reference. 1: references are rounded up to integers. log2(e), where
                     references are scores: to multiples of ln 2, except that references of a magnitude of at least
                     tile_math.MAX_WHOLE stay as they are

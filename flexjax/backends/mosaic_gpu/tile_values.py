@@ -27,7 +27,8 @@ MAX_DIFFERENCE = 1 << 29
 
 
 def safe_to_defer(factor: float) -> bool:
-    """Whether the multiplication of a tile by `factor` may be deferred: its magnitude is between 1e-30 and 1e30.
+    """Whether the multiplication of a tile by `factor` may be deferred: its magnitude lies strictly between 1e-30 and 1e30, so not
+    for 0, infinities and NaN.
 
     The product of two such numbers may leave that range; `TileProgram` then checks the product again.
     """

@@ -128,10 +128,13 @@ def _defined(divide: Rule) -> Rule:
 
 
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
-    """jax's result of the integer division or remainder `op` (div, floordiv, rem, floormod) of x by 0.
+    """jax's result of the integer division or remainder of x by 0, in the shape and dtype of x.
 
-    rem is x, floormod 0; div, and floordiv of uint32, have all bits set (-1); floordiv of int32 is -1 for x = 0, else
-    -2.
+    op   the step; its `prim` is div, floordiv, rem or floormod, and its result is int32 or uint32
+    x    the numerators
+
+    rem gives x, and floormod 0. div, and floordiv of uint32, give all bits set (-1 in int32). floordiv of int32 gives -1 for
+    x = 0, else -2.
     """
     if op.prim == "rem":
         return x

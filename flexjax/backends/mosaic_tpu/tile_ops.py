@@ -236,7 +236,9 @@ def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x ** y, computed in float32 and cast to the dtype of the operation; y may be an integer."""
+    """x ** y by jnp.power in float32, cast to the dtype of the result of the step `op`. x and y broadcast together; y may be an
+    integer, and is then rounded to float32.
+    """
     x, y = broadcast([x, y])
     return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 
