@@ -11,8 +11,6 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks
-from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, forward_barriers, forward_tiles, untimed
-from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
 from flexjax.backends.target import Target
 from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import KernelPlan
@@ -24,6 +22,8 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
+from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, forward_barriers, forward_tiles, untimed
+from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
 from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
 
