@@ -172,5 +172,8 @@ def _number(count: int, what: str) -> str:
 
 
 def _bytes_text(read: float) -> str:
-    """How many bytes of keys and values are read, in words."""
+    """A clause on what is read, such as "reads 33.55 MB of keys and values", without a full stop.
+
+    read   bytes of keys and values; shown in MB of 10^6 bytes with 4 digits
+    """
     return f"reads {read / 1e6:.4g} MB of keys and values"

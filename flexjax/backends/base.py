@@ -69,8 +69,15 @@ class Backend(typing.Protocol):
         ...
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """The tiles that flexjax.autotune times for the plan: dicts of KernelOptions fields (block_q, ...) with values in tokens,
-        for both passes; the tiles that the backend itself would choose come first. Pure.
+        """The tiles that flexjax.autotune times for the plan, each a dict from fields of KernelOptions (block_q, block_kv, num_stages,
+        block_q_bwd, block_kv_bwd) to sizes, in tokens except num_stages.
+
+        plan     of the call; tiles that its options fix may be in the dicts, autotune leaves them out
+        target   the device
+
+        autotune reads the fields of the two passes from every dict separately; a dict without a pass's fields leaves nothing to
+        choose in it. The forward tile that runs without options comes first; so does the backward tile, except that xla gives the
+        forward tile for both passes. Pure.
         """
         ...
 

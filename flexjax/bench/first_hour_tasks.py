@@ -75,10 +75,13 @@ def _version(package: str) -> str | None:
 
 
 def families() -> list[Answer]:
-    """A dict for each way to ask for GPU kernels: options (fields of KernelOptions), verdict ("ok" or the refusal), and for "ok" a
-    line of `flexjax.explain` about the kernels.
+    """Which ways to ask for GPU kernels this card takes for a plain call: causal, bfloat16, 4096 tokens. Nothing runs; `explain` says it.
 
-    Tried are the default, each value of KernelOptions.instruction, and tcgen05 with pairs of CTAs.
+    Returns a dict for each way: `options` (fields of KernelOptions), `verdict` ("ok", or the first line of the refusal, a
+    NotImplementedError) and, only for "ok", `kernels`: what `flexjax.explain` says about tiles and the backward pass, in one line.
+    Other errors are raised.
+
+    Tried are the default, options {}, each value of KernelOptions.instruction but None, and tcgen05 with pairs of CTAs.
     """
     annotation = typing.get_type_hints(KernelOptions)["instruction"]
     named = [

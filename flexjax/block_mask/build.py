@@ -164,18 +164,18 @@ def from_lists(
     q_len: int | None,
     kv_len: int | None,
 ) -> Parts:
-    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as
-    Parts.
+    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as Parts.
 
-    lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices; the last two may both be None: no full
-                 blocks
+    lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices: integers [B, H, q_blocks] and
+                 [B, H, q_blocks, width]. The last two may both be None: no full blocks. Numbers need no order, and keep theirs
     block_size   tokens of a block: one number or (queries, keys)
     mask_mod     of the blocks of the first pair, which is traced; None: all their entries are visible
     q_len        in tokens; None: as long as the query blocks of the lists
-    kv_len       in tokens; None: (largest block number + 1) * the key block size, which needs concrete lists
+    kv_len       in tokens; None: (largest block number + 1) * the key block size, 0 if no block is named; that needs concrete lists
 
-    Concrete lists are checked. Traced ones cannot be: block numbers out of range are dropped. Raises ValueError for
-    arguments that do not fit.
+    Raises ValueError for arguments that do not fit: one of the last two lists alone, shapes, dtypes, lengths and, in concrete
+    lists, counts and block numbers out of range and a block named twice in a row. Traced lists cannot be checked: block numbers
+    out of range are dropped, and counts are limited to the width.
     """
     num, index, full_num, full_index = lists
     if (full_num is None) != (full_index is None):

@@ -58,7 +58,9 @@ class Call:
     def dims(self) -> tuple[list[str], list[str]]:
         """For each argument of the primitive, and for each of its results, the names of its dimensions, such as "b t h d".
 
-        `operand_dims` (split.py) lists the names. Dimensions with one name are split alike.
+        `operand_dims` (split.py) lists the names. Dimensions with one name have one size and are split alike. The arguments are those
+        of the class. The results are out, lse and, where the plan has them, max_scores and rounding for forward; the tangents of out
+        and lse for tangent; the gradients of the wanted operands for backward. All are in the order of the plan's layout.
         """
         return primitive_dims(self.problem, self.params, rounding=self.problem.plan.exact_captures)
 

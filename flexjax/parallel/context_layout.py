@@ -89,7 +89,9 @@ class ContextLayout:
 
     @property
     def is_known(self) -> bool:
-        """Whether the numbers are known, not traced."""
+        """Whether no array of the layout, those of `rounds` included, is traced. Only then are layouts equal and hashed by content;
+        a traced one equals itself alone.
+        """
         return not any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def _of(self, side: Side) -> tuple[int, Array | np.ndarray, int]:

@@ -280,10 +280,13 @@ class RowMath:
     dropout: TileProgram | None
 
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
-        """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their
-        loads; those of the mask only if `masked` is True.
+        """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their loads.
 
+        col0     number of the first column in the attention matrix: a key or, if row_axis is "kv", a query
         masked   whether the mask applies, as a bool or, where one loop visits both kinds of tiles, as a scalar
+
+        The column vectors of the mask are computed here only if `masked` is True. With a scalar `probabilities` computes them in a
+        branch; with False nothing does.
         """
         at = lambda program: None if program is None else program.at_columns(col0).pin()
         mask = at(self.mask) if masked is True else self.mask

@@ -325,8 +325,13 @@ class DecodeItems:
         return item.chunk * self.tile.tiles_of_chunk + item.skipped + step
 
     def start(self, number: Scalar) -> Scalar:
-        """The number of the first key that is copied for key tile `number`: number * block_kv, except that the last tile
-        of an array that is no multiple of a tile begins earlier, so that it ends with the array.
+        """The number, from the beginning of the array, of the first key that is copied for a key tile, an int32 scalar.
+
+        number   of the key tile, counted from the beginning of the array (`tile_number`)
+
+        It is number * block_kv, except in the last tile of an array whose `stored_keys` are no multiple of block_kv. That tile begins
+        earlier, so that it ends with the stored keys, which are those of the plan rounded up to `copy_rows`; the caller hides the
+        keys that the tile before it has too. An array shorter than a tile is copied from key 0, and the tile reaches past it.
         """
         start = number * self.tile.block_kv
         if self.stored_keys % self.tile.block_kv == 0:

@@ -566,7 +566,12 @@ def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret:
 
 
 def _any_lane(condition: ir.Value) -> ir.Value:
-    """Whether the i1 `condition` is true in any lane of the warp, an i1."""
+    """Whether `condition` is true in any lane of the warp, the same i1 in all its lanes.
+
+    condition   an i1, this thread's own
+
+    All 32 lanes must reach it together, so it may not be inside of a branch that lanes of one warp take differently.
+    """
     i32 = ir.IntegerType.get_signless(32)
     voted = llvm.inline_asm(
         i32,

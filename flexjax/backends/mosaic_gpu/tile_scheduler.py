@@ -82,7 +82,7 @@ class ScheduledTile(typing.Protocol):
 
     @property
     def polynomials(self) -> int:
-        """How many of eight exponentials are polynomials."""
+        """How many of eight exponentials are computed as polynomials instead of by `ex2` (exponential.py), 0 to 8."""
         ...
 
     @property
