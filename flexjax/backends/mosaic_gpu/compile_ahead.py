@@ -111,8 +111,8 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
 
 
 def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
-    """A sharding that places an array on the first GPU of this process; None if the target is not CUDA, or is not the
-    kind of GPU that this process has, as where a program is compiled for another machine.
+    """A sharding that places an array on the first CUDA GPU of this process; None unless `target` equals the Target of that GPU in all
+    its fields, as where a program is compiled for another machine.
     """
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None

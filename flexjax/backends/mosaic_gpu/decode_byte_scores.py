@@ -27,11 +27,11 @@ class ByteScores(ItemConsumer):
     """The scores of a consumer whose key and value slots hold swizzled bytes (`DecodeTile.transposed`)."""
 
     def at_item(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
-        """The TileProgram that evaluates a mod on the [block_kv, columns] tiles of an item, with only its scalars computed,
-        those of the batch entry and the key head; None for None. `final_scores` computes vectors and tiles, tile by tile.
+        """The TileProgram that evaluates a mod on the [block_kv, columns] tiles of an item, with only its scalars computed, those of the
+        batch entry and the key head; None for None. `final_scores` computes vectors and tiles, tile by tile.
 
         program   score_mod or mask_mod for packed rows (ir/fold_heads.py): its h is the key head, its q the packed row
-        refs      its captured arrays
+        refs      its captured arrays, with the tables of an origin after them
         item      whose batch entry and key head the program gets
         """
         if program is None:

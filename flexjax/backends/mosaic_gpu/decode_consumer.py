@@ -92,7 +92,7 @@ class ItemConsumer:
         mask     at the rows and columns of the tile; None without a mask_mod
         number   of the key tile
         start    number of the first key in its slot
-        end      how many keys of the batch entry exist
+        end      `DecodeItem.end` of the work item
         """
         items, keys = self.setup.items, self.setup.tile.block_kv
         s = scores.tile

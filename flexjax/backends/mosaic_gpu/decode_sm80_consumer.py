@@ -11,8 +11,8 @@ into the slot that all have read for the last time.
     values n arrived, all meet     copy keys n + stages           softmax, out += P V of step n
 
 A tile of a cache in pages is copied in parts of `page_rows` keys, each from one page. Their page numbers are read a step before the copy
-begins. Rows past the length of a batch entry, and parts whose page number is not in the cache, become zeros: cp.async fills them in; TMA
-brings what lies there, and the threads clear the rows of values.
+begins. Parts whose page number is not in the cache become zeros. Of the rows past the end of a batch entry (`DecodeItem.end`), cp.async
+makes zeros; TMA brings what lies there, and the threads clear those of values in tiles of 16 bits.
 
 Tiles of a quantised cache arrive as bytes, which the threads widen to a tile of 16 bits before they multiply (decode_sm90_widen.py). Scores
 are multiplied by the scales of keys before score_mod, and weights by those of values after they were added to the row sums. With few packed
@@ -175,8 +175,8 @@ class MmaDecodeConsumer(ItemConsumer):
 
     def begin(self, item: DecodeItem) -> tuple[KeyTile, ...]:
         """Waits until all threads have read the tiles of the item before, and begins the copies of an item that has steps: of the packed
-        queries, of the keys of its first `stages` steps, and of the values of all of these steps but the last. Returns the tiles of its
-        first `stages` + 1 steps, for the first carry.
+        queries, unless the tile is `transposed`, of the keys of its first `stages` steps, and of the values of all of these steps but the
+        last. Returns the tiles of its first `stages` + 1 steps, for the first carry.
         """
         stages = self.tile.stages
         tiles = tuple(self.key_tile(item, i32(n)) for n in range(stages + 1))
@@ -208,9 +208,10 @@ class MmaDecodeConsumer(ItemConsumer):
         self._copy(item, n + self.tile.stages, tiles[-1], "key")
 
     def _meet(self, full: Ref | None, n: Scalar) -> None:
-        """Waits until the tile of step n has arrived in a ring, for all threads, and all have read the tile before it in that ring, whose
-        slot may then be overwritten. Called at the two places of a step that the top of this file names, and nowhere else, because groups
-        of cp.async are counted.
+        """Waits until the tile of step n has arrived in a ring, for all threads of the CTA, and until all threads are here. So all have
+        read what they used last of the other ring, whose slot may then be overwritten: the values of step n - 1 where keys are waited
+        for, the keys of step n where values are. Called at the two places of a step that the top of this file names, and nowhere else,
+        because groups of cp.async are counted.
 
         full   the barriers of the ring of keys or of values; None with cp.async, where the group that was committed 2 * stages - 2 groups
                before the newest is waited for

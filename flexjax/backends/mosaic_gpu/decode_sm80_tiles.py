@@ -132,8 +132,8 @@ def mma_decode_refuses(plan: KernelPlan, card: Card) -> str | None:
 
 
 def mma_decode_tile(plan: KernelPlan, card: Card) -> MmaDecodeTile:
-    """The best configuration that fits the card (`_candidates`), for a plan that `mma_decode_refuses` does not refuse; IndexError for
-    others.
+    """The best configuration that fits the card (`_candidates`), for a plan that `mma_decode_refuses` does not refuse; IndexError where
+    none fits.
     """
     return _candidates(plan, card)[0]
 

@@ -31,12 +31,13 @@ from flexjax.plan.pack_heads import pack_rows
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
-    """Runs the decode kernel and merges its partial results: out, lse and, where the plan wants them, row maxima (else
-    None), in the plan's layout.
+    """Runs the decode kernel and merges its partial results: out, lse and, where the plan wants them, row maxima (else None), in the
+    plan's layout.
 
-    tile   from `choose_kernel.decode_kernel(plan)`; its number of CTAs may differ
+    plan, operands   of the call, with the blocks and block lists of the user's block mask
+    tile             from `choose_kernel.decode_kernel(plan)`; its number of CTAs may differ
 
-    `support.refuses(plan)` and `decode_tiles.decode_refuses(plan)` must have answered None.
+    `support.refuses` and `decode_tiles.decode_refuses(plan)` must have answered None.
     """
     setup, inputs, query_lengths = prepared(plan, operands, tile)
 
@@ -154,9 +155,11 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
 def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> DecodeInputs[jax.Array]:
     """The operands in the form in which the kernel reads them (`DecodeInputs`).
 
-    Head dims are padded with zeros to what WGMMA takes, and keys and values to a multiple of COPY_ROWS rows. The
-    simulator does not fill in zeros past the end of an array: there keys and values have at least the rows of a tile,
-    the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
+    work   `DecodeItems.work` of the call
+
+    Head dims are padded with zeros to those of the tile, and rows to `tile.stored_rows` packed queries and to a multiple of
+    `tile.copy_rows` keys and values. The simulator does not fill in zeros past the end of an array: there keys and values have at least
+    the rows of a tile, the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
     """
     plan, tile, page = setup.plan, setup.tile, setup.page
     rows = tile.stored_rows

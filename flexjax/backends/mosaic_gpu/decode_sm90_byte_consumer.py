@@ -70,12 +70,14 @@ class ByteConsumer(DecodeConsumer, ByteScores):
 
         @when(group == SECOND)
         def _() -> None:
+            """In the second warpgroup: hands its sums over, once the first has read those of the item before."""
             plgpu.barrier_wait(scratch.other_free)
             put()
             plgpu.barrier_arrive(scratch.other_full)
 
         @when(group == FIRST)
         def _() -> None:
+            """In the first warpgroup: writes its sums, waits for those of the second, and merges all of them into the partial result."""
             put()
             plgpu.commit_smem()
             plgpu.barrier_wait(scratch.other_full)

@@ -106,11 +106,11 @@ class MlirOps:
         return self._ptx(f"mul.rn.{_pair(dtype)} $0, $1, $2;", x, self._word(y))
 
     def packed(self, low: ir.Value, high: ir.Value, dtype: str) -> ir.Value:
-        """One word with two float32 rounded to the 16-bit dtype, `low` in its lower half; the instruction takes the upper one first."""
+        """One word with two float32 rounded to the 16-bit dtype, `low` in its lower half and `high` in its upper half."""
         return self._ptx(f"cvt.rn.{_pair(dtype)}.f32 $0, $1, $2;", high, low)
 
     def load(self, memory: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        """Four words of shared memory from byte `offset`, a multiple of 16, after the pointer `memory`."""
+        """Four words from byte `offset`, a multiple of 16, after `memory`, a pointer to shared or global memory."""
         place = mgpu_utils.getelementptr(
             memory, [arith.extui(ir.IntegerType.get_signless(64), offset)], ir.IntegerType.get_signless(8)
         )
@@ -215,8 +215,13 @@ def _from_rows(x: jax.Array) -> jax.Array:
 
 
 def numbers_of_bytes(stored: jax.Array, dtype: str) -> jax.Array:
-    """float32 of the bytes of a tile, for the simulator: what decode_fragments.widened gives. So the two patterns of float8_e4m3fn that
-    are no numbers are 480 and -480, and what a page holds past a length is finite.
+    """The numbers whose bytes a tile holds, float32 in the shape of `stored`, as `decode_fragments.widened` gives them; for the
+    simulator.
+
+    stored   int8, the bytes
+    dtype    of the numbers, "int8" or "float8_e4m3fn"
+
+    The two patterns of float8_e4m3fn that are no numbers give 480 and -480, so what a page holds past a length is finite.
     """
     if dtype == "int8":
         return stored.astype(jnp.float32)
@@ -225,7 +230,7 @@ def numbers_of_bytes(stored: jax.Array, dtype: str) -> jax.Array:
 
 
 def by_warp(x: jax.Array) -> jax.Array:
-    """An array [block_kv, columns], whose rows are keys, as [block_kv / 64, WARPS, 16, columns]: for each 64 keys the 16 of each warp."""
+    """`x`, [keys, columns] with keys a multiple of 64, as [keys / 64, WARPS, 16, columns]: of each 64 keys the 16 of each warp."""
     return x.reshape(-1, WARPS, 16, x.shape[1])
 
 
@@ -233,8 +238,8 @@ def by_warp(x: jax.Array) -> jax.Array:
 
 
 def query_fragments(queries: Ref, interpret: bool) -> jax.Array:
-    """The packed queries in registers, as `byte_scores` takes them: on the device words of each thread in the layout TILE, in the simulator
-    the array itself.
+    """The packed queries in registers, as `byte_scores` takes them: on the device the words of each thread, int32 [64, head_dim * columns
+    / 32] in the layout TILE, in the simulator the array itself.
 
     queries   [columns, head_dim] of 16 bits in shared or global memory, row-major
     """
@@ -281,7 +286,7 @@ class WarpSoftmax(typing.NamedTuple):
     """The softmax of each warp: [64, columns] float32, of which the 16 rows of a warp are its own.
 
     top     references, -inf where nothing was visible; the same in all rows of a warp
-    total   sums of weights, each row over every 16th key of its warp, and in the simulator
+    total   sums of weights: row r sums those of keys r, r + 64, ... of every tile
     """
 
     top: jax.Array

@@ -36,7 +36,8 @@ class DecodeItem(typing.NamedTuple):
     b, kv_head   batch entry and key head
     chunk        number of the chunk in the batch entry
     total        how many key tiles it visits
-    end          how many keys of the batch entry exist
+    end          keys of the batch entry from this number on do not exist or, where its visible keys are an interval
+                 (decode_intervals.py), are hidden from all its queries
     row          number of its list in `Work.tile_num` and `Work.tile_index`; 0 without a block mask
     skipped      key tiles of the chunk before the first that it visits; 0 with tile lists
     """
@@ -53,18 +54,18 @@ class DecodeItem(typing.NamedTuple):
 class Work(typing.NamedTuple, typing.Generic[Part]):
     """The arrays from which the kernel reads its work items, int32 in global memory.
 
-    lengths      [B], keys of each batch entry, at most those of the array; None if all exist
-    begin        [B], the number of the first key tile that each batch entry visits; None if that is 0
-    first        [B + 1], how many chunks all batch entries before this one have; with `chunks_first` [chunks + 1], how many
-                 batch entries all chunks before this one have. None without lengths or with lists of tiles
-    order        [B], the batch entries from the one with most chunks to that with fewest; None without `chunks_first`
+    lengths   [B], `DecodeItem.end` of each batch entry, at most the keys of the array; None if all exist
+    begin     [B], the number of the first key tile that each batch entry visits; None if that is 0
+    first     [B + 1], how many chunks all batch entries before this one have; with `order` [chunks + 1], how many batch entries all
+              chunks before this one have. None without lengths or with lists of tiles
+    order     [B], the batch entries from the one with most chunks to that with fewest, where items are numbered by chunks first
+              (`DecodeItems.chunks_first`); else None
 
-    None without a block mask that has lists of tiles, otherwise over all batch entries and key heads that have lists of
-    their own (`rows`):
+    None without a block mask that has lists of tiles, otherwise over all batch entries and key heads that have lists of their own
+    (`rows`):
 
     tile_num     [rows * chunks], how many tiles of each chunk are visited
-    tile_index   [rows * chunks * tiles of a chunk], the numbers of these tiles, ascending; those past tile_num are
-                 arbitrary
+    tile_index   [rows * chunks * tiles of a chunk], the numbers of these tiles, ascending; those past tile_num are arbitrary
     visiting     [items], the numbers of the items that visit any tile, ascending; those past `count` are arbitrary
     count        [1], how many items visit any tile
     """
@@ -83,9 +84,9 @@ class Work(typing.NamedTuple, typing.Generic[Part]):
 class DecodeItems:
     """The work items of a call.
 
-    plan      of the call, with its block mask
+    plan      of the call; without its block mask where the visible keys of each batch entry are an interval (decode_intervals.py)
     tile      the kernel's configuration
-    lengths   whether batch entries have lengths of their own
+    lengths   whether each batch entry has an end of its own (`DecodeItem.end`): lengths, or an interval of visible keys
     """
 
     plan: KernelPlan
@@ -140,8 +141,8 @@ class DecodeItems:
 
     @property
     def has_limits(self) -> bool:
-        """Whether some columns of a tile must be hidden: keys past the last one, and in a last tile that begins earlier
-        (`start`) keys that the tile before it has visited.
+        """Whether keys of a tile may have to be hidden: those from `DecodeItem.end` on, and in a last tile that begins earlier (`start`)
+        those that the tile before it has visited.
         """
         return self.lengths or self.plan.kv_len % self.tile.block_kv > 0
 
@@ -152,9 +153,10 @@ class DecodeItems:
     ) -> Work[jax.Array]:
         """The arrays from which the kernel reads its work items, computed by XLA before the kernel.
 
-        lengths   [B] int32, keys of each batch entry, clipped here to those of the array; None: all exist
+        lengths   [B] int32, `DecodeItem.end` of each batch entry, clipped here to 0 and the keys of the array; None: all exist. None
+                  exactly where the field `lengths` is False
         lists     the block lists of the plan's block mask; None without one
-        first     [B] int32: the first visible key of each batch entry, for a plan without a block mask; None: 0
+        first     [B] int32: the first visible key of each batch entry, for a plan without a block mask and beside `lengths`; None: 0
         """
         found = Work(*[None] * len(Work._fields))
         if lengths is not None:
@@ -188,8 +190,8 @@ class DecodeItems:
         return found
 
     def _visited(self, lists: BlockLists, lengths: jax.Array | None) -> jax.Array:
-        """Whether the block lists name any key of each key tile for any packed row, and the tile has keys that exist:
-        bool [*list_shape, chunks, tiles of a chunk].
+        """Whether the block lists name any key of each key tile for any packed row, and the tile has keys that exist: bool [*list_shape,
+        chunks, tiles of a chunk].
 
         lists     the block lists of the plan's block mask, with partial and full blocks; mask blocks may be of any size beside a tile
         lengths   [B] int32, keys of each batch entry, with which tiles that begin at or past them are False; None: all keys exist
@@ -217,8 +219,9 @@ class DecodeItems:
         return visited.reshape(*visited.shape[:2], self.chunks, tile.tiles_of_chunk)
 
     def live(self, work: Work[jax.Array]) -> jax.Array | None:
-        """Whether the work item of each batch entry, key head and chunk visits any tile, and so has partial results:
-        bool [B or 1, M or 1, chunks], 1 where all batch entries or heads agree; None if all items do.
+        """Whether there is a work item of each batch entry, key head and chunk, and so a partial result: bool [B or 1, M or 1, chunks], 1
+        where all batch entries or heads agree; None if all have one. A work item of an entry whose interval of visible keys is empty may
+        visit no tile; its partial result is that of no visible key.
 
         work   from the method `work`
         """

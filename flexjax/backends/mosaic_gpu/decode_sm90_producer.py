@@ -77,16 +77,17 @@ class DecodeProducer:
         return setup.items.next_step(first_step, item)
 
     def _copy_tile(self, source: Ref, target: Ref, full: Ref, item: DecodeItem, start: Scalar) -> None:
-        """Starts the copies of one tile of keys or of values into a free slot, and does not wait for them: one copy, or
-        for a cache in pages one for each part of `page_rows` keys.
+        """Starts the copies of one tile of keys or of values into a free slot, and does not wait for them: one copy, or for a cache in
+        pages one for each part of `page_rows` keys.
 
         source   the array in global memory
         target   [block_kv, D or E], the slot
         full     barrier of the slot, at which each copy arrives
+        item     whose batch entry, key head and `end` are read
         start    first key of the tile
 
-        In pages, a part that begins past the last key gets the keys of the tile's first part, and one whose page number
-        is not in the cache gets zeros.
+        In pages, a part that begins at or past `item.end` gets the keys of the tile's first part, and one whose page number is not in the
+        cache gets zeros.
         """
         setup, tile = self.setup, self.setup.tile
         if not setup.page:

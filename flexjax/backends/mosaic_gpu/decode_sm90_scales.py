@@ -58,7 +58,7 @@ def scale_operands(
 
 def scales_of_tile(setup: DecodeSetup, scale: Ref, item: DecodeItem, start: Scalar) -> list[Scalar]:
     """The scales of a key tile, float32 scalars read inside the kernel: one for each part of `page_rows` keys, or a single one where all
-    pages share their scales.
+    pages share their scales. A part past the last page of the table gets the scale of that page.
 
     setup   whose page and tile sizes are read
     scale   of keys or of values, as `scale_operands` gives it

@@ -15,13 +15,14 @@ from flexjax.plan.kernel_plan import KernelPlan
 class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory, head dims padded.
 
-    query         [B, M, R, D], R packed rows
-    key, value    [B, S, M, D or E] or [B, M, S, D or E] by the layout of the plan; in pages [P, page, M, D or E]
+    query         [B, M, R, D], R packed rows: `tile.stored_rows`, in the simulator ROWS; those past `used_rows` are zeros
+    key, value    [B, S, M, D or E] or [B, M, S, D or E] by the layout of the plan, S padded to a multiple of `tile.copy_rows`; in pages
+                  [P, page, M, D or E]
     work          what the work items are read from
     score, mask   captured arrays of the two programs, then the tables of an origin
     pages         [B, pages of a batch entry] int32; None where keys are contiguous
-    scales        (of keys, of values), float32 [M] or [B, pages of a batch entry, M], of a quantised cache, whose keys
-                  and values are the bytes of their numbers as int8; None for another cache
+    scales        (of keys, of values), float32 [M] or [B, pages of a batch entry, M], of a quantised cache, whose keys and values are the
+                  bytes of their numbers as int8; None for another cache
     """
 
     query: Part
@@ -35,7 +36,7 @@ class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):
-    """Partial results of the chunks, float32; those of chunks without visits are undefined.
+    """Partial results of the chunks, float32; those of chunks without a work item are undefined. R is `tile.used_rows`, E padded.
 
     out     [B, M, chunks, R, E], sums of P V relative to the reference of their row
     stats   [B, M, chunks, 2, R], references (-inf where nothing is visible) and sums of exponentials relative to them
@@ -49,10 +50,10 @@ class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):
 class DecodeSetup:
     """The static part of a decode kernel.
 
-    plan           of the call
+    plan           of the call; without its block mask where the visible keys of each batch entry are an interval (decode_intervals.py)
     tile           the kernel's configuration
     score, mask    programs of packed rows (ir/fold_heads.py); None for those that the plan lacks
-    lengths        whether batch entries have lengths of their own
+    lengths        whether batch entries have lengths of their own, or intervals of visible keys
     page           keys of a page of the cache; 0: contiguous
     stored_pages   number of pages of the cache
     reference      static softmax reference (static_reference.py); None: the running maximum

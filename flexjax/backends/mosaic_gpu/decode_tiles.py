@@ -4,9 +4,9 @@
     decode_tile(plan)      its configuration
     decode_scratch(tile)   shared memory of a CTA, for the launch and for what fits
 
-Everything follows from the number of packed rows, the head dims and the dtype, never from the batch, from the length of the
-keys or from the GPU: a *chunk* of keys is what one work item sums, so its size fixes the order of sums, and the bits of a
-request must not depend on what else is in the call. Nothing here imports Mosaic.
+All but the size of the grid follows from the packed rows, the head dims, the dtypes, the page size, the mods and the wanted results,
+never from the batch, from the length of the keys or from the GPU: a *chunk* of keys is what one work item sums, so its size fixes the
+order of sums, and the bits of a request must not depend on what else is in the call. Nothing here imports Mosaic.
 """
 
 import dataclasses
@@ -57,22 +57,24 @@ COPY_ROWS = 8
 class DecodeTile:
     """One configuration of the decode kernel.
 
-    A CTA has two consumer warpgroups, which compute alternate key tiles of a work item, and a producer. Each has one
-    running softmax for the packed rows.
+    A CTA has two consumer warpgroups, which compute alternate key tiles of a work item, and a producer. Each consumer has one running
+    softmax for the packed rows; where the tile is `transposed` each of its warps has one.
 
-    used_rows              packed rows: queries times query heads of a key head, at most ROWS
-    block_kv               keys of a tile
-    chunk                  keys of a work item, a multiple of block_kv
-    stages                 slots of the ring of key tiles, and of that of value tiles: even, so that a slot is always
-                           read by the same warpgroup
-    query_slots            slots of the ring of packed queries
-    head_dim, value_dim    head dims, rounded up to what WGMMA takes
-    page_rows              keys that one copy brings: block_kv, or what a page of the cache and a tile both divide into
-    stored                 "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
-                           (decode_sm90_widen.py) before it multiplies; None for a cache of the plan's dtype
-    lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
-    straight               whether a quantised cache may be `transposed`: not for products that may be large
-    programs               CTAs of the grid: as many as the GPU has SMs
+    used_rows             packed rows: queries times query heads of a key head, at most ROWS
+    block_kv              keys of a tile
+    chunk                 keys of a work item, a multiple of block_kv
+    stages                slots of the ring of key tiles, and of that of value tiles: even, so that a slot is always read by the same
+                          warpgroup
+    query_slots           slots of the ring of packed queries
+    head_dim, value_dim   head dims, rounded up to what WGMMA takes
+    page_rows             keys that one copy brings: block_kv, or for a cache in pages the greatest common divisor of a page and a tile
+    stored                "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
+                          (decode_sm90_widen.py) before it multiplies unless the tile is `transposed`; None for a cache of the plan's
+                          dtype
+    lazy_rescale          the output is rescaled only when a row maximum has grown by a factor of 2^8
+    straight              whether a quantised cache may be `transposed`: not for products that may be large
+    programs              the most CTAs of the grid: the SMs of the GPU, on mma.sync times the CTAs that one holds; that of the reference
+                          GPU until support.py replaces it
     """
 
     used_rows: int
@@ -140,12 +142,13 @@ class DecodeTile:
 class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the decode kernel.
 
-    query         [query_slots, ROWS, D], ring of packed queries
-    key, value    [stages, block_kv, D or E], rings of key and value tiles; bytes in row-major order of a quantised cache
+    query         [query_slots, query_rows, D], ring of packed queries
+    key, value    [stages, block_kv, D or E], rings of key and value tiles; bytes of a quantised cache, in row-major order unless the tile
+                  is `transposed`
     wide_*        [groups, block_kv, D or E], the tile that each warpgroup has widened; None but for a quantised cache that is not
                   `transposed`
-    other         [used_rows, E] float32, what the second warpgroup has summed; [8, used_rows, E], what each warp of both has, where
-                  the tile is `transposed`
+    other         [used_rows, E] float32, what the second warpgroup has summed; [8, used_rows, E], what each warp of both has, where the
+                  tile is `transposed`
     other_stats   [2, ROWS] float32, its references and its sums of exponentials; [8, 2, columns]
     *_full        a barrier for each slot: TMA has filled it
     *_free        a barrier for each slot: it has been read
@@ -227,8 +230,8 @@ def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
 
 
 def decode_tile(plan: KernelPlan) -> DecodeTile:
-    """The configuration that runs a plan that `decode_refuses` does not refuse: the largest tile of keys and the deepest
-    rings that fit.
+    """The configuration that runs a plan that `decode_refuses` does not refuse: that of `_fitting_tile`. Its chunk is not yet that of the
+    option `split`, and its number of CTAs is that of the reference GPU (`choose_kernel.decode_kernel`).
     """
     tile = _fitting_tile(plan)
     assert tile is not None
@@ -236,16 +239,16 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
 
 
 def _fitting_tile(plan: KernelPlan) -> DecodeTile | None:
-    """The configuration with the largest tiles, of TILE_BYTES at most or 64 keys, whose rings fit shared memory with a
-    slot for each consumer; None if none fits.
+    """The configuration with tiles of 128 keys, or with 64 where 128 take more than TILE_BYTES or do not fit, and with as many slots in
+    its rings as fit shared memory, an even number up to MOST_STAGES; None if not even two slots fit.
     """
     made = (_tile_of(plan, block_kv) for block_kv in (128, 64))
     return next((tile for tile in made if tile.stages >= tile.groups), None)
 
 
 def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
-    """The configuration with tiles of `block_kv` keys, and with 0 stages if these are more than TILE_BYTES (and more than
-    64 keys) or do not fit shared memory.
+    """The configuration with tiles of `block_kv` keys and as many slots as fit, an even number up to MOST_STAGES. It has 0 where tiles of
+    more than 64 keys take more than TILE_BYTES, and where not even two fit shared memory.
     """
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
     rows, page = plan.q_len * plan.group, plan.page

@@ -19,17 +19,19 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def describe(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, target: Target | None = None) -> str:
-    """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v, and without it for keys in pages, which have none; and whether CTAs share the columns of wide
-    heads.
+    """The kernels of both passes with their tiles, queries x keys, as one line of text: "forward 128 x 128, backward dQ 128 x 64, dK/dV
+    64 x 128". The backward pass is that for all gradients of q, k and v; keys in pages have none, so the text has no backward pass. On
+    Hopper it adds ", columns shared by clusters of two CTAs" where head dims are that wide.
 
     plan       with the blocks that the kernels of the forward pass visit
     backward   the same plan with the blocks that those of the backward pass visit; not read for keys in pages
     given      the same plan with the blocks of the user's block mask
-    target     the device; kernels on mma.sync are named with its compute capability, its way of copying, and how many CTAs of the
-               kernel of the forward pass one of its SMs holds
+    target     the device. Kernels on mma.sync are named with its compute capability, its way of copying, the slots of the rings of the
+               kernel of the forward pass, and how many of its CTAs an SM holds; those on tcgen05 with its compute capability. None: not
+               known
 
-    For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
+    With keys in pages for which the forward kernel runs, the text begins with "keys read in their pages, " or "keys gathered from their
+    pages, ". On Hopper, for a call of at most 64 packed rows for which the decode kernel would be the faster one
     (`choose_kernel.decode_is_faster`) but which it refuses, the text says why.
     """
     card = choose_kernel.mma_card(target, plan.options)
@@ -51,7 +53,9 @@ def describe(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, target: 
 
 
 def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> str:
-    """The kernel on mma.sync or tcgen05 of the forward pass as text, with the card's compute capability and way of copying.
+    """The kernel on mma.sync or tcgen05 of the forward pass as text: "mma.sync with cp.async for compute capability 8.0: " before
+    "forward 128 x 64" or the text of `_work_items`, and after it ", " and that of `_occupancy`; or "tcgen05 for compute capability 10.0:
+    forward 256 x 128, 2 stages".
 
     plan, given   as for `describe`
     """
@@ -66,7 +70,7 @@ def _describe_mma_forward(plan: KernelPlan, given: KernelPlan, card: Card) -> st
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
-    """The kernel of the forward pass as text: "forward 128 x 128", with the reason why it is not the decode kernel
+    """The kernel of the forward pass on Hopper as text: "forward 128 x 128", with " (not the decode kernel: ...)" and the reason after it
     where `describe` says so; or that of `_work_items`.
 
     plan, given   as for `describe`
@@ -83,7 +87,9 @@ def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
 
 
 def _work_items(plan: KernelPlan, decode: decode_tiles.DecodeTile) -> str:
-    """A decode kernel as text: "forward decode" with its packed rows x keys of a tile, and its work items."""
+    """A decode kernel as text: "forward decode 4 x 64, 128 work items of 1024 keys", its packed rows x keys of a tile, and its work items
+    where all keys exist.
+    """
     items = plan.batch * plan.kv_heads * decode_tiles.chunks(plan, decode)
     return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
 
@@ -98,8 +104,9 @@ def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Ca
 
 
 def _describe_backward(plan: KernelPlan) -> str:
-    """The kernels of the backward pass, for all gradients of q, k and v and nothing staged, with their tiles, queries x
-    keys, as text: "fused 64 x 128, dQ added in any order" or "dQ 128 x 64, dK/dV 64 x 128".
+    """The kernels of the backward pass on Hopper, for all gradients of q, k and v and nothing staged, with their tiles, queries x keys,
+    as text: "fused 64 x 128, dQ added in any order" (or "in a fixed order"), "dQ 128 x 64, dK/dV 64 x 128" or, with the split dK/dV
+    kernel, "dQ 128 x 64, split dK/dV 64 x 64".
     """
     chosen = choose_kernel.backward_kernels(plan)
     if isinstance(chosen, FusedKernel):

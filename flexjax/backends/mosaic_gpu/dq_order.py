@@ -91,10 +91,10 @@ def is_triangle(plan: KernelPlan) -> bool:
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay
-    (of equal delays, the smallest number). Any other mask has unknown density: upward, one sum, and the delay is not
-    modelled (0). The heads side by side are at most HEADS, or as many as fit L2_BYTES if that is more; fewer if that
-    makes the rounds of heads equally large.
+    For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay (of equal delays,
+    the smallest number); the untimed choice `backward_upward` (untimed.py) takes `_upward_order` for causal-like masks instead, where its
+    delay is at most MOST_UPWARD_DELAY and query tiles are at least as long as key tiles. Any other mask has unknown density: upward, one
+    sum, and the delay is not modelled (0). The heads side by side are `heads_side_by_side` in each case.
     """
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
@@ -109,8 +109,8 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
 
 
 def heads_side_by_side(plan: KernelPlan) -> int:
-    """Key heads side by side in launch order: at most HEADS, or as many as fit L2_BYTES if that is more; fewer if that makes the
-    rounds of heads equally large.
+    """Key heads side by side in launch order, counted over all batch entries: at most HEADS, or as many as fit L2_BYTES if that is more;
+    fewer if that makes the rounds of heads equally large.
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
@@ -119,13 +119,17 @@ def heads_side_by_side(plan: KernelPlan) -> int:
 
 
 def _upward_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int) -> DqOrder:
-    """The upward order for a causal-like mask: rank 0 is the last key tile, and each CTA begins at its own diagonal, to which no
-    lower rank adds. So CTAs that start together do not wait for each other, but the longest CTAs of a head start last. In the
-    downward order a CTA has one visit less than the rank before if tiles are square: those that start one visit later end together, so
-    the next ranks start together and wait again, in every round of CTAs. With half as many queries a tile it has two less, which is
-    longer than a hand-off.
+    """The upward order for a causal-like mask: rank 0 is the last key tile, and each CTA begins at its own diagonal, to which no lower
+    rank adds. So CTAs that start together do not wait for each other, but the longest CTAs of a head start last. In the downward order a
+    CTA has one visit less than the rank before if tiles are square: those that start one visit later end together, so the next ranks
+    start together and wait again, in every round of CTAs. With half as many queries a tile it has two less, which is longer than a
+    hand-off.
 
-    The delay is that of the end: on average half of the longest CTA, during which other SMs idle.
+    q_tiles, kv_tiles   tiles of a query head and of a key head
+    heads               key heads side by side
+
+    The delay is that of the end, relative to the kernel's time without it: on average half of the longest CTA, during which other SMs
+    idle.
     """
     steps = float(q_tiles * plan.group)
     time = max(steps, plan.batch * plan.kv_heads * kv_tiles * steps * 0.5 / REFERENCE_SMS)

@@ -57,7 +57,9 @@ def split(x: jax.Array, parts: int) -> jax.Array:
 
 
 def join(x: jax.Array, parts: int) -> jax.Array:
-    """The inverse of `split`: the parts [parts * B, ...] added up, [B, ...] float32; x itself for one part."""
+    """The parts [parts * B, ...] added up, [B, ...] float32; x itself for one part. It undoes `split` up to the rounding of the last
+    part.
+    """
     if parts == 1:
         return x
     found = jnp.split(x.astype(jnp.float32), parts)

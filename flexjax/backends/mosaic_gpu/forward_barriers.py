@@ -130,8 +130,8 @@ class PingPong:
             _named_barrier("sync", self._barrier(group), 2 * WARPGROUP)
 
     def begin(self, group: Scalar) -> None:
-        """Before the CTA's first query tile, in both warpgroups: gives warpgroup 0 the first turn, by a signal of warpgroup 1. Nothing
-        without `overlap`.
+        """Before the CTA's first query tile, in every consumer: gives warpgroup 0 the first turn, by a signal of the last warpgroup.
+        Nothing without `overlap`.
         """
         if self.active and self.tile.overlap:
             last = self.tile.groups - 1

@@ -248,12 +248,12 @@ class QueryTile(QueryRows[ForwardTile]):
         return out, state, position
 
     def _loops(self, step: Callable[..., tuple], begin: int, carry: tuple) -> tuple:
-        """Runs `step` for the steps from `begin` on, in a loop over unmasked and one over masked steps; returns the
-        last carry, without the first key. There is no second loop where no step of the kernel needs a mask.
+        """Runs `step` for the steps from `begin` on, in a loop over unmasked and one over masked steps; returns the last carry, without
+        the first key. There is no second loop where no step of the kernel needs a mask.
 
         step    (step number, (first key of its tile, *carry), phase) -> (first key of the next step's tile, *carry)
         begin   number of the first step to run, 0 or 1
-        carry   what the first step gets
+        carry   what the first step gets beside the first key of its tile
         """
         first, masked = i32(begin), lax.max(self.item.unmasked, i32(begin))
         starts = [self.start(n, phase) for n, phase in ((first, Phase.UNMASKED), (masked, Phase.MASKED))]

@@ -206,8 +206,9 @@ class QueryRows(typing.Generic[AnyTile]):
         return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, n, in_full)
 
     def next_start(self, n: Scalar, phase: Phase) -> Scalar:
-        """Number of the first key of the tile of step n + 1, or of the item's last step if there is no step n + 1; read
-        a step ahead, so that its address is known before the WGMMAs are issued.
+        """Number of the first key of the tile of step n + 1, or of the item's last step if there is no step n + 1, as `start` gives it: 0
+        where nothing depends on it, some key that may be read if that step is of another phase. Read a step ahead, so that its address is
+        known before the products are issued.
 
         phase   of the steps of the loop (`start`)
         """

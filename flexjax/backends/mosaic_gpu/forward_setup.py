@@ -45,10 +45,10 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """Results in global memory.
+    """Results in global memory. T' is the padded number of queries, T'' that of whole query tiles; E is padded.
 
     out          [B, T', N, E] or [B, N, T', E] by the layout of the queries, in the plan's dtype
-    lse          [B, N, T''] float32, T'' being T rounded up to whole query tiles
+    lse          [B, N, T''] float32
     max_scores   row maxima in the shape of lse; None: not wanted
     rounding     what rounding took from out, in the shape and dtype of out; None: not wanted
     """
@@ -102,8 +102,9 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     @property
     def may_overhang(self) -> bool:
-        """Whether a tile on which the programs are evaluated may reach past the last query or the last key, in whole query tiles and key
-        tiles or blocks of the mask. Loads then clamp their indices.
+        """Whether a tile on which the programs are evaluated may reach past the last query or the last key: the number of queries is no
+        multiple of the larger of query tile and mask block, or that of keys no multiple of the larger of key tile and mask block
+        (`KernelPlan.covered`). Loads then clamp their indices.
         """
         queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
@@ -141,7 +142,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
 class HopperSetup(ForwardSetup[ForwardTile]):
     """The static part of the forward kernel for Hopper, whose warpgroups have roles.
 
-    stored_pages   how many pages the pool has, where keys are in pages
+    stored_pages   how many pages the pool has, where keys are in pages; else 0
     """
 
     stored_pages: int = 0
@@ -153,13 +154,13 @@ class HopperSetup(ForwardSetup[ForwardTile]):
 
     @property
     def ping_pong(self) -> PingPong:
-        """The barriers by which two consumers alternate."""
+        """The barriers by which two or three consumers alternate."""
         return PingPong(self.tile, self.interpret)
 
 
 def present(ref: Ref | None) -> Ref:
-    """`ref` itself: a field of Inputs or ForwardScratch that may be None in general, but not in this configuration.
-    Raises AssertionError for None.
+    """`ref` itself: an operand or a part of the scratch that may be None in general, but not in this configuration. Raises AssertionError
+    for None.
     """
     assert ref is not None
     return ref

@@ -136,8 +136,8 @@ class SoftmaxRows(QueryRows[Tcgen05ForwardTile]):
     # ----------------------------------------------------------------- results
 
     def _write(self, divisor: jax.Array, position: Position) -> None:
-        """Writes the rows of the output that exist, and, if wanted, what rounding took, to global memory in the plan's dtype; zeros for an
-        item without visits. P V of the last step must have completed.
+        """Writes the rows of the output that exist (the simulator all rows), and, if wanted, what rounding took, to global memory in the
+        plan's dtype; zeros for an item without visits. P V of the last step must have completed.
 
         divisor    [rows], which the output is multiplied by
         position   of the work item's query tile

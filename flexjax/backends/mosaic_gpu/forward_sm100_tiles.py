@@ -165,10 +165,11 @@ def describe(plan: KernelPlan) -> str:
 def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit, the expected best first.
 
-    Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query
-    tiles must divide, allow none. Two query tiles come first, except for calls of at most 128 queries; tiles of 128 keys, except under
-    score_mod, mask_mod and dropout together, whose tiles would not fit the registers of a thread. Without a block mask all work items
-    take equally long, and a grid of two query tiles is persistent.
+    Empty where head dims above WIDEST_HEAD, the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of
+    queries, which query tiles must divide, allow none. Two query tiles come first, except for calls of at most 128 queries; then tiles of
+    128 keys before 64, except under score_mod, mask_mod and dropout together, whose tiles of 128 would not fit the registers of a thread;
+    then three stages before two and one. Without a block mask all work items take equally long, and a grid of two query tiles is
+    persistent.
     """
     head_dim, value_dim = tcgen05_dim(plan.head_dim + plan.extra_dim), tcgen05_dim(plan.value_dim)
     if max(head_dim, value_dim) > WIDEST_HEAD:

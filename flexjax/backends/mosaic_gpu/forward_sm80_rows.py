@@ -148,8 +148,9 @@ class MmaRows(QueryRows[MmaForwardTile]):
         )
 
     def _meet(self, full: Ref | None, slot: Scalar) -> None:
-        """Waits until the tile in slot `slot` of a ring has arrived, for all threads of the CTA, and until all of them
-        have read the tile before it in that ring, whose slot may then be overwritten.
+        """Waits until the tile in slot `slot` of a ring has arrived, for all threads of the CTA, and until all threads are here. So all
+        have read what they used last of the other ring, whose slot may then be overwritten: the values of step n - 1 where the keys of
+        step n are waited for, the keys of step n where its values are.
 
         full   the barriers of the ring; None with cp.async
         """
@@ -184,7 +185,7 @@ class MmaRows(QueryRows[MmaForwardTile]):
         }[ring]
 
         def begin() -> None:
-            """Begins the copy of a step that there is."""
+            """Begins the copy of the tile of step n, which the item has, to its slot of the ring."""
             slot = slot_of(n, tile.stages)
             head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
             rows = rows_of(source, plan.layout, item.b, head, start, tile.block_kv)

@@ -59,7 +59,7 @@ class MmaForwardTile:
         return self.groups * WARPGROUP
 
     def resident_ctas(self, card: Card) -> int:
-        """How many CTAs an SM of the card holds; 0 where one does not fit."""
+        """How many CTAs with this configuration an SM of the card holds, with 255 registers a thread; 0 where one does not fit."""
         return card.ctas(scratch_bytes(forward_scratch(self)), self.threads)
 
 
@@ -118,11 +118,10 @@ def forward_tile(plan: KernelPlan, card: Card) -> MmaForwardTile:
 def forward_candidates(plan: KernelPlan, card: Card) -> tuple[MmaForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit the card, the expected best first.
 
-    Empty where the card, the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of
-    queries, which query tiles must divide, allow none. One warpgroup of 128 queries comes first for head dims up to
-    128, then two of 64, then one of 64, which comes first for up to 64 queries unless block_q is set. Of tiles with as
-    many queries, those of which an SM holds two CTAs come first; then 64 keys before 128 (only up to head dim 64) and
-    32; then two stages before one and three.
+    Empty where the card, the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which
+    query tiles must divide, allow none. One warpgroup of 128 queries comes first for head dims up to 128, then two of 64, then one of 64,
+    which comes first for up to 64 queries unless block_q is set. Of tiles with the same warpgroups, those of which an SM holds two CTAs
+    or more come first; then 64 keys before 128 (only up to head dim 64) and 32; then two stages before one and three.
     """
     head_dim, value_dim = mma_dim(plan.head_dim + plan.extra_dim), mma_dim(plan.value_dim)
     large = max(head_dim, value_dim)

@@ -118,7 +118,9 @@ class ForwardTile:
 
     @property
     def producer_registers(self) -> int:
-        """Registers for each thread of the producer warpgroup, in a CTA with 2 or 3 consumers: what these leave of the SM's 65536."""
+        """Registers for each thread of the producer warpgroup: 24 beside 2 consumers, 32 beside 3, at most what these leave of the SM's
+        65536. Raises KeyError for a single consumer.
+        """
         return {2: 24, 3: 32}[self.groups]
 
     @property
@@ -264,8 +266,8 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
 
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query tiles
     must divide, allow none. Two groups of 64 queries come first, or three where `three_groups_are_faster`, but one for up to 64 queries
-    unless block_q is set; then staging before none; then 128 keys before 64, or 64 first with head dims above 128 (above 64 for float32) or
-    mods that divide tiles of integers; then the order of RINGS.
+    unless block_q is set; then staging before none; then 128 keys before 64, or 64 first with head dims above 128 (above 64 for float32)
+    or mods that divide tiles of integers, and 64 alone above 256; then the order of RINGS.
     """
     ctas = ctas_of(plan)
     head_dim, value_dim = _columns(plan, ctas)
@@ -322,16 +324,17 @@ def _ring_size(head_dim: int, value_dim: int) -> int:
 
 
 def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
-    """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value. Fields
-    that are left out keep their defaults (overlap and lazy_rescale above size 64: True).
+    """The fields of ForwardTile that say how CTAs get work items and how steps overlap, by name: `persistent`, `dynamic_scheduler`,
+    `ping_pong` and `prefetch_key_barrier`; at size 64 also `overlap` and `lazy_rescale`, which keep their default True above, and above
+    size 64 `reverse_kv`.
 
     size     a key of RINGS: 64, 128 or 256, the larger head dim rounded up, or SPLIT
     groups   consumer warpgroups
 
-    The dynamic scheduler always runs, except where columns are split. At size 64, softmax and P V overlap, with lazy rescaling and prefetched key
-    barriers, only with three groups and neither mask_mod nor dropout, and two groups alternate. Above, two groups
-    alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in reverse with a
-    score_mod; a static softmax reference (a soft cap) turns off all three.
+    The dynamic scheduler always runs, except where columns are split. At size 64, softmax and P V overlap, with lazy rescaling and
+    prefetched key barriers, only with three groups, without dropout, and without a mask_mod unless `untimed.three_groups_under_mask`; two
+    groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in
+    reverse with a score_mod; a static softmax reference (a soft cap) turns off all three.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
@@ -358,11 +361,11 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
 def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
     """Whether three consumer warpgroups are expected to beat two, by the model of `utilization`.
 
-    size           64, 128 or 256: the larger head dim rounded up to a key of RINGS
+    size           a key of RINGS, as for `_pipeline_defaults`
     staged_dtype   of the array that goes through shared memory; None: none does
 
-    Only at size 64 with whole tiles of 128 keys and nothing staged, not for P in several parts, and never where anything is masked or
-    dropped, unless `untimed.three_groups_under_mask`: 160 registers a thread were too few for a second loop.
+    Only at size 64 with whole tiles of 128 keys and nothing staged, never for P in several parts or with dropout, and with a mask_mod
+    only if `untimed.three_groups_under_mask`: 160 registers a thread were too few for a second loop.
     """
     if parts_of(plan) > 1:
         return False
