@@ -93,10 +93,9 @@ def has_interval(plan: KernelPlan) -> bool:
 
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
-    """(first, end), int32 [B] each: the queries of a batch entry see no key before `first` and none from `end` on, both
-    counted from 0 in the arrays of the call. They are the bounds over all queries and heads of the entry; a query may see
-    less. If `end` is 0, no query of the entry sees a key. `first` is None, which stands for 0, if no comparison bounds
-    kv from below.
+    """(first, end), int32 [B] each: the queries of a batch entry see no key before `first` and none from `end` on, both counted from 0 in
+    the arrays of the call. They are the bounds over all queries and heads of the entry; a query may see less. If `end` is 0, no query of
+    the entry sees a key. `first` is None, which stands for 0, if no comparison bounds kv from below. Key lengths are not looked at.
 
     plan            one for which `has_interval` is True
     operands        of the call, of which the arrays that mask_mod captured and the origin are read

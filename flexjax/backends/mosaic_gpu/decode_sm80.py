@@ -18,8 +18,8 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Results:
-    """Runs the decode kernel on mma.sync and merges its partial results: out, lse and, where the plan wants them, row maxima (else
-    None), in the plan's layout.
+    """Runs the decode kernel on mma.sync and merges its partial results: out in the dtype `plan.out_dtype`, lse and, where the plan wants
+    them, row maxima (else None), in the plan's layout.
 
     plan, operands   of the call, with the blocks and block lists of the user's block mask
     tile             from `choose_kernel.mma_decode_kernel`; its number of CTAs may differ

@@ -278,11 +278,11 @@ class MmaDecodeConsumer(ItemConsumer):
         source    the array in global memory
         target    [block_kv, D or E], the slot
         arrived   barrier of the slot, at which each copy arrives; None with cp.async
-        item      whose batch entry, key head and number of keys are read
+        item      whose batch entry, key head and `end` are read
         tile      which keys to copy
 
-        A part whose page number is not in the cache becomes zeros. cp.async also writes zeros for keys that do not exist; TMA brings what
-        lies there, and for a part in pages that begins past the last key, the tile's first part again.
+        A part whose page number is not in the cache becomes zeros. cp.async also writes zeros for keys from `item.end` on; TMA brings
+        what lies there, and for a part in pages that begins at or past `item.end`, the tile's first part again.
         """
         setup, rows = self.setup, self.tile.page_rows
         exist = item.end - tile.start if setup.lengths or setup.items.tiles_may_overhang else None

@@ -31,8 +31,8 @@ from flexjax.plan.pack_heads import pack_rows
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
-    """Runs the decode kernel and merges its partial results: out, lse and, where the plan wants them, row maxima (else None), in the
-    plan's layout.
+    """Runs the decode kernel and merges its partial results: out in the dtype `plan.out_dtype`, lse and, where the plan wants them, row
+    maxima (else None), in the plan's layout.
 
     plan, operands   of the call, with the blocks and block lists of the user's block mask
     tile             from `choose_kernel.decode_kernel(plan)`; its number of CTAs may differ

@@ -43,7 +43,9 @@ class MlirOps:
     """`decode_fragments.Ops` that emits instructions for one thread, inside `inline_mgpu`; the protocol says what each method computes."""
 
     def __init__(self) -> None:
-        """Finds the thread, and whether two bfloat16 have no sum and product but those of an FMA: before compute capability 9.0."""
+        """For the calling thread; made inside `inline_mgpu`. The field `thread` is its number in its warpgroup, `fused` says whether the
+        device has no sum and no product of two bfloat16 but FMAs (before compute capability 9.0), `i32` and `f32` are MLIR types.
+        """
         self.fused = mgpu_utils.get_arch().major < 9  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         self.i32 = ir.IntegerType.get_signless(32)
         self.f32 = ir.F32Type.get()

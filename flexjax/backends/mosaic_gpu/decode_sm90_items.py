@@ -126,9 +126,9 @@ class DecodeItems:
 
     @property
     def tiles_may_overhang(self) -> bool:
-        """Whether some key tile reaches past the last key of the array: where the array is shorter than a tile, or was
-        padded to a multiple of `copy_rows`. Otherwise the last tile begins earlier (`start`), so that it ends with the
-        array.
+        """Whether some key tile reaches past the last key of the plan: where the array is shorter than a tile, or was padded to a
+        multiple of `copy_rows`. A last tile that would reach past the array begins earlier (`start`), so that it ends with the array, if
+        the array has as many keys as a tile.
         """
         return self.plan.kv_len % self.tile.copy_rows > 0 or self.stored_keys < self.tile.block_kv
 

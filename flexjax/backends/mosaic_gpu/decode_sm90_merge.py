@@ -55,8 +55,8 @@ def merged(
     out, stats      [B, M, chunks, R, E padded] and [B, M, chunks, 2, R] float32, what the kernel wrote
                     (`DecodeOutputs`). R is T * (N // M), no padding rows: row r is query r // (N // M) of head r % (N // M) of
                     the key head's group
-    live            bool [B or 1, M or 1, chunks]: which chunks have visits; the partial results of the others are
-                    undefined and not used. None: all have
+    live            bool [B or 1, M or 1, chunks] of `DecodeItems.live`: which chunks have partial results; those of the
+                    others are undefined and not used. None: all have
     sinks           [N] or None; a sink is added once to the softmax denominator of each row of its head
     query_lengths   [B] int32, how many queries exist; the others get out 0, and lse and row maximum -inf. None: all
                     exist

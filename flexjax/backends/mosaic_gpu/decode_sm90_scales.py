@@ -32,10 +32,10 @@ def scale_operands(
 
     setup      what is known of the kernel, of which the page size and the number of pages are read
     operands   of the call, of which scales and page table are read
-    lengths    [B] int32, keys of each batch entry; None: all exist
+    lengths    `Work.lengths`
 
-    Scales of pages past the length, and of page numbers that are not in the cache, are 0, because the scale of an unused page may be NaN,
-    and 0 times NaN is NaN.
+    Scales of pages that begin at or past the length, and of page numbers that are not in the cache, are 0, because the scale of an unused
+    page may be NaN, and 0 times NaN is NaN. Scales that all pages share come back as they are.
     """
     if operands.scales is None or operands.pages is None:
         return None

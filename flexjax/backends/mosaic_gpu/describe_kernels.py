@@ -95,8 +95,8 @@ def _work_items(plan: KernelPlan, decode: decode_tiles.DecodeTile) -> str:
 
 
 def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Card) -> str:
-    """The slots of the rings of a kernel on mma.sync, and how many of its CTAs an SM of the card holds, as text: "2 stages, two CTAs on an
-    SM".
+    """The slots of the rings of a kernel on mma.sync, and how many of its CTAs an SM of the card holds, as text: "2 stages, two CTAs on
+    an SM", "1 stage, one CTA on an SM", or with another number "3 CTAs on an SM".
     """
     ctas = tile.resident_ctas(card)
     fits = {1: "one CTA", 2: "two CTAs"}.get(ctas, f"{ctas} CTAs")

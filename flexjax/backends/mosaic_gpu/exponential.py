@@ -75,7 +75,8 @@ def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
 def exp2_polynomial(x: jax.Array) -> jax.Array:
     """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy; exactly 0 from LOWEST down.
 
-    The operations are those of `_exp2_by_polynomial`, in the same order; the simulator and tests use it.
+    The operations are those of `_exp2_by_polynomial`, in the same order, with a multiplication and an addition for each FMA; the
+    simulator and tests use it.
     """
     x = jnp.maximum(x, np.float32(LOWEST))
     shifted = lax.optimization_barrier(x + np.float32(ROUNDING_SHIFT))  # XLA would cancel the two additions

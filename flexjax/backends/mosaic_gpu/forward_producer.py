@@ -125,7 +125,7 @@ class Producer:
         )  # fmt: skip
 
         def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
-            """Starts the copy of the keys or values of step n of the item, once a slot is free.
+            """Starts the copy of the keys or values of step n of the item, once its slot is free.
 
             name               of the ring: "key" or "value"
             source             the array in global memory
@@ -143,7 +143,7 @@ class Producer:
             copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, tile.parts), full.at[slot])
 
         def copy_keys(n: Scalar) -> None:
-            """Starts the copy of the key tile of step n, once a slot of the key ring is free."""
+            """Starts the copy of the key tile of step n, once its slot of the key ring is free."""
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
 
         def copy_step(n: Scalar, _: None) -> None:
@@ -162,9 +162,8 @@ class Producer:
         return first_step + item.total
 
     def _copy_staged(self, item: WorkItem, n: Scalar, first_step: Scalar) -> None:
-        """Starts the copy of the staged array's tile for step n of the item, once a slot is free: the item's queries
-        and the step's keys of the [query, key] matrix that the load's leading indices give for the item's batch entry
-        and head.
+        """Starts the copy of the staged array's tile for step n of the item, once its slot is free: the item's queries and the step's
+        keys of the [query, key] matrix that the load's leading indices give for the item's batch entry and head.
 
         first_step   number of the item's first step, counted over the items of this CTA
         """

@@ -196,7 +196,7 @@ class QueryRows(typing.Generic[AnyTile]):
 
         phase   of step n. For a step past the last one of the phase the result is some key that may be read
 
-        UNMASKED reads the full list, MASKED the partial one, or either if full blocks may reach past the last key;
+        Under a block mask UNMASKED reads the full list, MASKED the partial one, or either if full blocks may reach past the last key;
         FIRST either.
         """
         if not self.needs_start(phase):

@@ -44,7 +44,9 @@ def forward(plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile) -> R
         """The forward kernel: runs one warpgroup of a CTA, one of a query tile or, as the last of them, the issuing one."""
 
         def softmax() -> None:
-            """Computes the rows of one query tile, in every work item of the CTA."""
+            """In the warpgroup of a query tile: raises its register limit if there are two of them, and computes its rows of every work
+            item of the CTA.
+            """
             if tile.groups > 1:
                 plgpu.set_max_registers(tile.softmax_registers, action="increase")
             compute = lambda turn: SoftmaxRows.of(setup, inputs, outputs, scratch, turn).compute()

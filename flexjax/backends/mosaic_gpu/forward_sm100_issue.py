@@ -103,7 +103,8 @@ class IssuingWarps:
             plgpu.barrier_wait(scratch.query_free.at[0])
 
     def _copy(self, item: WorkItem, first_step: Scalar) -> None:
-        """In the copying warp: copies the queries of the item, and the keys and values of every step, each once its slot is free.
+        """In the copying warp: begins the copies of the queries of the item, and of the keys and values of every step, each once its slot
+        is free.
 
         first_step   number of its first step, counted over the items of the CTA
         """
@@ -169,7 +170,9 @@ class IssuingWarps:
         plgpu.tcgen05_commit_arrive(scratch.key_free.at[first])
 
         def step(n: Scalar, _: None) -> None:
-            """Issues P V of step n and S of step n + 1, if the item has it, of every query tile; the loop carries nothing."""
+            """Issues P V of step n and S of step n + 1, if the item has it, of every query tile, once values, keys and P are there.
+            tcgen05.commit then frees the slots, and after the last step announces `out`; the loop carries nothing.
+            """
             more = n + 1 < item.total
             slot, next_slot = slot_of(first_step + n, stages), slot_of(first_step + n + 1, stages)
             plgpu.barrier_wait(scratch.value_full.at[slot])
@@ -187,8 +190,8 @@ class IssuingWarps:
             plgpu.tcgen05_commit_arrive(scratch.query_free.at[0])
 
     def _multiply_keys(self, slot: Scalar, group: int) -> None:
-        """Issues S = Q K^T of query tile `group` with the keys in `slot` of their ring, both of which must have arrived; `scores_full` of
-        the tile gets an arrival when the product has completed.
+        """Issues S = Q K^T of query tile `group` with the keys in `slot` of their ring; queries and keys must have arrived. `scores_full`
+        of the tile gets an arrival when the product has completed.
         """
         scratch, tile = self.scratch, self.setup.tile
         scores, _ = overlaid(scratch.scores_and_weights)

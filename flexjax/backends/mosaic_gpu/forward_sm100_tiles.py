@@ -144,7 +144,9 @@ def forward_scratch(tile: Tcgen05ForwardTile, dtype: str = "bfloat16") -> Tcgen0
 
 
 def tcgen05_dim(dim: int) -> int:
-    """Head dim as the kernel takes it: 16, 32, or a multiple of 64, so that a row is one piece of a swizzle or several of 128 bytes."""
+    """Head dim as the kernel takes it: rounded up to 16, 32, or a multiple of 64, so that a row is one piece of a swizzle or several of
+    128 bytes.
+    """
     return 16 if dim <= 16 else 32 if dim <= 32 else round_up(dim, 64)
 
 

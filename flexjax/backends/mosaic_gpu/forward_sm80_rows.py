@@ -159,7 +159,7 @@ class MmaRows(QueryRows[MmaForwardTile]):
     # ----------------------------------------------------------------- copies
 
     def _key_start(self, n: Scalar) -> Scalar:
-        """Number of the first key of the tile of step n; of some key that may be read where there is no step n."""
+        """Number of the first key of the tile of step n, or of the item's last step if there is no step n."""
         return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, lax.min(n, self.item.total - 1))
 
     def _copy_queries(self) -> None:

@@ -111,7 +111,7 @@ class ForwardTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers for each thread of a consumer warpgroup, in a CTA with 2 or 3 consumers. Raises KeyError for a single consumer, whose
+        """Registers for each thread of a consumer warpgroup: 240 of 2 consumers, 160 of 3. Raises KeyError for a single consumer, whose
         limit no kernel changes.
         """
         return {2: 240, 3: 160}[self.groups]
@@ -382,8 +382,8 @@ def _staged_dtype(plan: KernelPlan) -> str | None:
 
 
 def _with_staged_slots(tile: ForwardTile, staged_dtype: str | None) -> list[ForwardTile]:
-    """The configurations that fit among `tile` with 2 or 1 staged slots, as many as fit, and then `tile` with none; perhaps neither.
-    Without an array to stage (`staged_dtype` None) `tile` itself, if it fits.
+    """At most two configurations: `tile` with as many staged slots as fit, 2 or 1, then `tile` with none; without those that do not fit a
+    CTA. If there is no array to stage (`staged_dtype` None), `tile` itself where it fits.
     """
     if staged_dtype is None:
         return [tile] if tile.fits else []
