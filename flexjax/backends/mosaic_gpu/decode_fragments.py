@@ -17,10 +17,10 @@ The order of the index that a product sums over is free, if both operands have t
 
 - Keys: block i of 64 keys of a tile gives warp w the keys 64 i + 16 w + (0 .. 15). This is the layout of a WGMMA accumulator, so mods
   are evaluated on S^T [keys, queries] as on any tile.
-- Q K^T sums over dims. The 128 dims of a row of a piece are eight parts of 16 bytes, and a thread reads parts 2t and 2t + 1 of its rows. A part has
-  four words of four dims. An `mma` takes one word of each thread, so it sums over 16 dims: four from each of the four parts that the threads
-  t = 0 .. 3 read. Dims 0 and 2 of a word are columns 2t and 2t+1 of the left operand, dims 1 and 3 columns 2t+8 and 2t+9. The queries
-  have their dims in the same order (`query_words`).
+- Q K^T sums over dims. The 128 dims of a row of a piece are eight parts of 16 bytes, and a thread reads parts 2t and 2t + 1 of its rows.
+  A part has four words of four dims. An `mma` takes one word of each row from a thread, so it sums over 16 dims: four from each of the
+  four parts that the threads t = 0 .. 3 read. Dims 0 and 2 of a word are columns 2t and 2t+1 of the left operand, dims 1 and 3 columns
+  2t+8 and 2t+9. The queries have their dims in the same order (`query_words`).
 - P V sums over keys. A thread reads part g of the rows of V of the keys 2t, 2t+1, 2t+8 and 2t+9: dims 16 g to 16 g + 15 of a piece. The
   `mma` with number m, 0 to 7, computes dims 16 g + 2m and 16 g + 2m + 1, in rows g and g + 8 of O^T. Words of the keys 2t and 2t+1 are
   interleaved before they are widened, because a word of the left operand has the same dim of two neighbouring keys.
@@ -144,6 +144,7 @@ class Ops(typing.Protocol):
 
 IN_ORDER = (0, 1, 2, 3)
 APART = (0, 2, 1, 3)
+"""Orders of the bytes of a word for `widened`."""
 
 
 def widened(
@@ -239,8 +240,9 @@ class TileOfBytes(typing.NamedTuple):
 def scores(
     ops: Ops, keys: typing.Any, queries: list[Word], zero: Word, tile: TileOfBytes
 ) -> dict[tuple[int, int], Word]:
-    """This thread's elements of S^T = K Q^T, [tile.block_kv, tile.columns]: (row, column) -> float32. The key of an element says where the first
-    thread of the warpgroup has it; the thread with warp, g and t (`Lanes`) has it 16 * warp + g rows and 2 t columns further on.
+    """This thread's elements of S^T = K Q^T, [tile.block_kv, tile.columns]: place (row, column) -> float32. A place is that in the first
+    thread of the warpgroup; in the thread with warp, g and t (`Lanes`) it stands for the element 16 * warp + g rows and 2 t columns
+    further on.
 
     keys      [block_kv, head dim] bytes in shared memory, in swizzled pieces
     queries   of `query_words`, in the dtype of the product
@@ -340,13 +342,13 @@ def add_values(
     out: dict[tuple[int, int], Word],
     tile: TileOfBytes,
 ) -> dict[tuple[int, int], Word]:
-    """This thread's elements of O^T = out * factor + V^T P^T, sums over the keys of its warp alone: (64 (8 p + m) + 8 h, column) -> the
-    float32 sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1, for packed query column + 2 t.
+    """This thread's elements of O^T = out * factor + V^T P^T, sums over the attention keys of its warp alone: place (64 (8 p + m) + 8 h,
+    column) -> the float32 sum of dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1, for packed query column + 2 t.
 
     values    [block_kv, value dim] bytes in shared memory, in swizzled pieces
-    weights   of every key, float32 (`Softmax`), rounded here to the dtype of the product
+    weights   of every key, float32 (`Softmax`), times the scales of values; rounded here to the dtype of the product
     factor    of `Softmax`, in rows 0 and 8
-    out       the sums of the tiles before, with the same keys as the result
+    out       the sums of the tiles before, with the same places as the result
     """
     block_kv, columns, value_dim, stored, dtype = tile
     warp, g, t = lanes_of(ops)

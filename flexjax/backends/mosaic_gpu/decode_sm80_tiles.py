@@ -66,10 +66,12 @@ class MmaDecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     query         [ROWS, D], the packed queries; None where the tile is `transposed`, which reads them from global memory
     key, value    [stages, block_kv, D] and [stages, block_kv, E], rings of key and value tiles; bytes of a quantised cache, in row-major
                   order unless the tile is `transposed`
-    wide_*        [block_kv, D or E], the tile that is multiplied, widened to 16 bits; None but for a quantised cache that is not `transposed`
+    wide_*        [block_kv, D or E], the tile that is multiplied, widened to 16 bits; None but for a quantised cache that is not
+                  `transposed`
     other         [4, used_rows, E] float32, what each warp has summed; None where the tile is not `transposed`
     other_stats   [4, 2, columns] float32, its references and its sums of exponentials; None likewise
-    *_full        the barriers at which TMA's copies arrive, one for each slot; None with cp.async
+    *_full        the barriers at which TMA's copies arrive, one for each slot; None with cp.async, `query_full` also where the tile is
+                  `transposed`
     """
 
     query: Part | None

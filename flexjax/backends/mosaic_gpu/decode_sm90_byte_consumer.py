@@ -5,9 +5,9 @@
     softmax                 one for each warp, over its own keys: no exchange between warps
     O^T += V^T P^T          bytes widened in registers, P transposed by movmatrix
 
-decode_fragments.py has the layouts, NOTES_decode.md the clocks. Two warpgroups take alternate key tiles, as in decode_sm90_consumer.py. At the
-end of an item all eight warps write their sums to shared memory, and the first warpgroup adds them and writes the partial result of
-the chunk.
+decode_fragments.py has the layouts, NOTES_decode.md the clocks. Two warpgroups take alternate key tiles, as in decode_sm90_consumer.py.
+At the end of an item all eight warps write their sums to shared memory, and the first warpgroup adds them and writes the partial result
+of the chunk.
 """
 
 import math

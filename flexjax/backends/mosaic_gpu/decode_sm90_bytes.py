@@ -7,9 +7,9 @@
     write_partials    what each warp has summed, to shared memory
     write_merged      one softmax of the sums of all warps, to global memory
 
-An array is held as a WGMMA accumulator is (`registers.TILE`): S^T [block_kv, columns] by keys and packed queries; references, factors and sums
-of weights [64, columns], of which the 16 rows of a warp belong to its softmax; O^T [4 * value dim, columns], four warps of value_dim rows
-each in the order of `_to_rows`. In the simulator (`interpret`) the functions do the same with jax.numpy.
+An array is held as a WGMMA accumulator is (`registers.TILE`): S^T [block_kv, columns] by keys and packed queries; references, factors
+and sums of weights [64, columns], of which the 16 rows of a warp belong to its softmax; O^T [4 * value dim, columns], value_dim rows of
+each of the four warps in the order of `_to_rows`. In the simulator (`interpret`) the functions do the same with jax.numpy.
 """
 
 import typing

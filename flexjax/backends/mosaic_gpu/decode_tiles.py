@@ -36,8 +36,8 @@ CHUNK_BYTES = 1 << 19
 """Bytes of the keys and values of one chunk: 1024 tokens at head dim 128. The partial results of a chunk of 4 rows are 0.8% of it
 (written and read), and a CTA has several chunks wherever the caches of a call are large."""
 TILE_BYTES = 1 << 15
-"""Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64 or of 8 bits. A step then has at least 1650 clocks of an SM's
-share of the memory's bandwidth."""
+"""Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64 or of 8 bits. A step then has at least 1650 clocks
+of an SM's share of the memory's bandwidth."""
 MOST_STAGES = 6
 BARRIER_BYTES = 512
 """Bytes kept free for the barriers of a CTA, 8 bytes each, more than they take; the bytes that `scratch_bytes` reserves are used up

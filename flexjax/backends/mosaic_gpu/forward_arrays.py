@@ -1,7 +1,7 @@
 """The arrays of a forward kernel: its operands as it reads them, what it writes, and the results of the call from that.
 
-The forward kernels of all families use it (forward_sm90.py, forward_sm80.py, forward_sm100.py). Each pads queries, keys and values itself, to the
-lengths of `padded_lengths` and to the columns of its tile.
+The forward kernels of all families use it (forward_sm90.py, forward_sm80.py, forward_sm100.py). Each pads queries, keys and values
+itself, to the lengths of `padded_lengths` and to the columns of its tile.
 """
 
 import jax

@@ -4,8 +4,8 @@ by TMA.
 For each work item (one query tile with the key tiles that it visits, tile_scheduler.py) it fills a query slot, and
 for each of the item's steps (one key tile each) a key slot and a value slot. Keys are copied one step ahead of
 values, because consumers release a key slot half a step before the value slot. A slot is written only after every
-consumer has released it (forward_barriers.py). A tile of keys in pages is copied in parts (forward_pages.py). With the dynamic scheduler the producer also takes the CTA's work
-items from the counter.
+consumer has released it (forward_barriers.py). A tile of keys in pages is copied in parts (forward_pages.py). With the dynamic
+scheduler the producer also takes the CTA's work items from the counter.
 """
 
 import dataclasses
