@@ -75,11 +75,13 @@ def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool
 
 
 def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
-    """jax's result of dividing `a` by 0, where the hardware's result is undefined: "rem" gives a, "floormod" 0, "div"
-    and any unsigned quotient -1 (all bits set), a signed "floordiv" -1 for a = 0 and -2 otherwise.
+    """jax's result of dividing `a` by 0, where the hardware's result is undefined: "rem" gives a, "floormod" 0, "div" and any unsigned
+    quotient -1 (all bits set), a signed "floordiv" -1 for a = 0 and -2 otherwise. Results that do not depend on a are numpy scalars, in
+    the dtype of a.
 
     name    of the operation: "div", "rem", "floordiv" or "floormod"
     dtype   of the operand in the program, such as "uint8"
+    a       the numerators, int32 or uint32
     """
     if name == "rem":
         return a

@@ -17,7 +17,8 @@ once get wrong machine code."""
 @contextlib.contextmanager
 def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
     """A context in which one pass of a call is lowered into `module` for `target`. Only one Python thread at a time is inside; others
-    wait. When the context ends, the kernels that were lowered in it begin to compile in background threads (compile_ahead.py).
+    wait. When the context ends without an error, the kernels that were lowered in it begin to compile in background threads, if the
+    target is a GPU of this process (compile_ahead.py).
     """
     with LOWERING_LOCK, collector_paused(), _compile_ahead(module, target):
         yield

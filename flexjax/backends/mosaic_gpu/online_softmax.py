@@ -59,7 +59,7 @@ class Rescale(typing.NamedTuple):
     """By how much a tile changes the reference, for the sums and products of the tiles before.
 
     factor   [rows] float32: 2^(reference before - reference now)
-    needed   int32 scalar, 0 where every factor of this warp is 1
+    needed   int32 scalar: 0 where every factor of this warp is known to be 1, so that the product can be skipped, else 1
     """
 
     factor: jax.Array
@@ -68,18 +68,18 @@ class Rescale(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSoftmax:
-    """The softmax of one kernel. The reference of a row is what its exponentials are relative to, by default its
-    running maximum; it is kept as a score times log2(e), or as a score with `large_scores` (the unit of references).
+    """The softmax of one kernel. The reference of a row is what its exponentials are relative to, by default its running maximum; it is
+    kept as a score times log2(e), or as a score with `large_scores` (the unit of references).
 
     shape          of a tile, (rows, columns)
     lazy_rescale   references may lag behind the maximum
-    reference      static reference; None: the running maximum
+    reference      static reference, a score times log2(e) (`static_reference`); None: the running maximum
     polynomials    how many of eight exponentials are polynomials (exponential.py)
     interpret      whether the kernel runs in the simulator
-    large_scores   references are scores, not scores times log2(e)
+    large_scores   references are scores, not scores times log2(e); `reference` is then None
     program        the score program, None for the identity
-    whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round
-                   its weights to those of this pass (tile_math.py)
+    whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its weights to those
+                   of this pass (tile_math.py)
     """
 
     shape: tuple[int, int]
@@ -174,9 +174,9 @@ class OnlineSoftmax:
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
 
-        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by RESCALE_THRESHOLD powers
-        of two. Otherwise it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to `thread_tiles.whole_power` of
-        the maximum instead.
+        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by more than
+        RESCALE_THRESHOLD powers of two. Without, it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to
+        `thread_tiles.whole_power` of the maximum instead.
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)

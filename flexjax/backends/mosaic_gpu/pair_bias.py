@@ -1,23 +1,24 @@
-"""Which captured arrays with an element for each (query, key), such as a pair bias `bias[h, q, kv]`, the backward kernels stage in
-shared memory, and of which the dQ kernel writes the gradient.
+"""Which captured arrays with an element for each (query, key), such as a pair bias `bias[h, q, kv]`, the backward kernels stage in shared
+memory, and of which the dQ kernel writes the gradient.
 
 Such an array is as large as the scores, so the backward kernels treat it in two ways (`DenseBiasPlan`):
 
-Staged reads. The array that the forward pass stages (staging.py) is copied tile by tile by TMA into shared memory, in a
-ring beside the tiles of Q and K. Kernels whose score tile is transposed read the staged tile transposed.
+Staged reads. The array that the forward pass stages (staging.py) is copied tile by tile by TMA into shared memory, in a ring beside the
+tiles of Q and K. Kernels whose score tile is transposed read the staged tile transposed.
 
 Direct gradients. Where no two positions of the attention matrix read the same element, the gradient of an element is
 
     g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-at the one position that reads it. The dQ kernel visits every position once, so it writes g itself: each tile goes to shared
-memory and from there by TMA to the gradient array, and tiles that the block mask skips are written as zeros. No sum and
-no recomputation is needed, and the result does not depend on any order. The gradient of an array that all batch entries
-share is a sum over the batch; the dQ kernel writes it too where the dQ accumulators of all batch entries fit the registers
-of one warpgroup, because one CTA then takes all batch entries of a query tile. capture_gradients.py computes all
-other gradients.
+at the one position that reads it. The dQ kernel visits every position once, so it writes g itself: each tile goes to shared memory and
+from there by TMA to the gradient array, and tiles that the block mask skips are written as zeros. No sum and no recomputation is needed,
+and the result does not depend on any order. The gradient of an array that all batch entries share is a sum over the batch; the dQ kernel
+writes it too where the dQ accumulators of all batch entries fit the registers of one warpgroup, because one CTA then takes all batch
+entries of a query tile. capture_gradients.py computes all other gradients.
 
-Both apply to head dims up to 128. pair_bias_tiles.py has the parts that run inside the kernels.
+On Hopper both apply to head dims up to 128. The dQ kernels on mma.sync and tcgen05 stage nothing, and write direct gradients at every
+head dim, from registers, of arrays with an element for each batch entry (`direct_gradients`). pair_bias_tiles.py has the parts that run
+inside the kernels for Hopper.
 """
 
 import dataclasses
@@ -157,8 +158,8 @@ class DirectGradient:
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
 
     def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
-        """The gradient in the shape and dtype of the captured array, from `values`, what the kernel wrote (`output_shape`); 0 at elements
-        that no position reads.
+        """The gradient in the shape and dtype of the captured array, from `values`, what the kernel wrote: [b, h, T', S'], of
+        `output_shape` or `whole_tiles`; 0 at elements that no position reads.
         """
         return embedded(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
 
@@ -198,9 +199,9 @@ def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int)
 def direct_gradients(
     plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]
 ) -> tuple[DirectGradient, ...]:
-    """The direct gradients of a dQ kernel whose CTAs take one batch entry and which needs no shared memory for them
-    (the one on mma.sync): those of the wanted arrays that `_direct_gradient` allows and that have an element for each
-    batch entry, which a batch of 1 always has; () without a score_mod.
+    """The direct gradients of a dQ kernel on mma.sync or tcgen05, whose CTAs take one batch entry and which needs no shared memory for
+    them: those of the wanted arrays that `_direct_gradient` allows and that have an element for each batch entry, which a batch of 1
+    always has; () without a score_mod.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
@@ -218,12 +219,12 @@ def direct_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class DenseBiasPlan:
-    """What the backward kernels of one call do with captured arrays that have an element for each (query, key).
+    """What the backward kernels for Hopper do, in one call, with captured arrays that have an element for each (query, key).
 
-    staged            the load whose array is staged through shared memory (None: no array is)
-    staged_type       dtype of that array
-    direct_gradients  what the dQ kernel writes
-    batch_entries     how many batch entries one CTA of the dQ kernel takes; more than 1 if it sums direct gradients over them
+    staged             the load whose array is staged through shared memory (None: no array is)
+    staged_type        dtype of that array
+    direct_gradients   what the dQ kernel writes
+    batch_entries      how many batch entries one CTA of the dQ kernel takes; more than 1 if it sums direct gradients over them
     """
 
     staged: ir.Load | None = None
@@ -260,17 +261,16 @@ def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradie
 
 
 def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> DenseBiasPlan:
-    """Decides what the backward kernels of a call do with dense biases: which array is staged, and which gradients are
+    """Decides what the backward kernels for Hopper do, in one call, with dense biases: which array is staged, and which gradients are
     direct, as many as fit the dQ kernel's shared memory.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
     wanted       for each captured array of the score program: whether its gradient is asked for
 
-    The result is empty without a score_mod, with an origin, and above padded head dim LARGEST_UNSPLIT_DIM, because the
-    dQ kernel would spill 200 to 490 bytes a thread there. An array is staged also if no gradient is wanted. Loads are
-    taken in order. A load whose gradient does not fit, or that needs another number of batch entries than the loads
-    before it, is left to capture_gradients.py.
+    The result is empty without a score_mod, with an origin, and above padded head dim LARGEST_UNSPLIT_DIM, because the dQ kernel would
+    spill 200 to 490 bytes a thread there. An array is staged also if no gradient is wanted. Loads are taken in order. A load whose
+    gradient does not fit, or that needs another number of batch entries than the loads before it, is left to capture_gradients.py.
     """
     if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         return DenseBiasPlan()

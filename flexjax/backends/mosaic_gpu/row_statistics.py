@@ -33,17 +33,17 @@ COLUMNS = 64
 def row_statistics(
     plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None, copying: Copying = "tma"
 ) -> jax.Array:
-    """lse2 and delta of every query, stacked in this order: [B, N, 2, T'] float32, heads first whatever the layout of the plan, where T' is
-    `backward_sm90_common.whole_len` of the queries.
+    """lse2 and delta of every query, stacked in this order: [B, N, 2, T'] float32, heads first whatever the layout of the plan, where T'
+    is `backward_sm90_common.whole_len` of the queries.
 
     plan           of the call
-    results        of the forward pass
+    results        of the forward pass: out, lse and rounding are read
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
-    copying        how tiles come to shared memory
+    copying        how tiles come to shared memory: "tma" or "cp.async"
 
-    lse2 = lse * log2(e), and delta = rowsum(dO * O) - d_lse. Rows whose lse is -inf (no visible key, no sink), and those past the end, have
-    lse2 = +inf and delta = 0, so that their probabilities are 0. Where scores may be too large to scale (`may_be_large`), lse takes the
-    place of lse2.
+    lse2 = lse * log2(e), and delta = rowsum(dO * O) - d_lse. Rows whose lse is -inf (no visible key, no sink), and those past the end,
+    have lse2 = +inf and delta = 0, so that their probabilities are 0. Where scores may be too large to scale (`may_be_large`), lse takes
+    the place of lse2.
     """
     pad = lambda x: common.pad(x, plan, "q")
     rounding = None if results.rounding is None else pad(results.rounding)
@@ -95,12 +95,13 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def row_dots(
     plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None, copying: Copying = "tma"
 ) -> jax.Array:
-    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is
-    `backward_sm90_common.whole_len` of the queries; 0 past the end.
+    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is `backward_sm90_common.whole_len` of the queries; 0 past the
+    end.
 
-    out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is
-                           out + rounding
-    copying                how tiles come to shared memory
+    plan                   of the call, for its layout, sizes and options
+    out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is out +
+                           rounding
+    copying                how tiles come to shared memory: "tma" or "cp.async"
     """
     length, dim = common.whole_len(plan, "q"), out.shape[-1]
     tiles, operands = length // ROWS, 2 if rounding is None else 3
@@ -108,8 +109,8 @@ def row_dots(
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The kernel: one CTA of one warpgroup copies O and dO of ROWS queries of one head to shared memory, sums their
-        products in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
+        """The kernel: one CTA of one warpgroup copies O (with `rounding`, both of its terms) and dO of ROWS queries of one head to shared
+        memory, sums their products in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
         """
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS

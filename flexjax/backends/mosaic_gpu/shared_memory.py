@@ -161,7 +161,9 @@ def tmem_columns(scratch: tuple) -> int:
 
 
 def fits(scratch: tuple) -> bool:
-    """Whether a CTA has room in shared memory for `scratch`, a tree of descriptions."""
+    """Whether a CTA on Hopper, or on a Blackwell card with as much shared memory (SHARED_MEMORY), has room for `scratch`, a tree of
+    descriptions.
+    """
     return scratch_bytes(scratch) <= SHARED_MEMORY
 
 

@@ -1,7 +1,8 @@
 """When the kernels on tcgen05 run, and which blocks of a mask they visit.
 
 All else of such a call runs the kernels on mma.sync, which the same cards have: calls of few queries, the backward pass of large head
-dims (backward_sm100_tiles.py), gradients of captured arrays. sm80_support.py says what both refuse. Nothing here imports Mosaic.
+dims (backward_sm100_tiles.py), and gradients of captured arrays, except those that the dQ kernel on tcgen05 writes itself (pair_bias.py).
+sm80_support.py says what both refuse. Nothing here imports Mosaic.
 """
 
 from flexjax.backends.mosaic_gpu.backward_sm100_tiles import (
@@ -38,17 +39,18 @@ def visited_blocks(plan: KernelPlan, block_q: int, block_kv: int, backward: bool
     """The sizes (queries, keys) of the mask blocks that the kernels of one pass visit.
 
     plan                the call
-    block_q, block_kv   the sizes that the kernels on mma.sync would visit: multiples of 64, of the block mask or, for a plan with lengths,
-                        of the blocks that stand for them
+    block_q, block_kv   the sizes that the kernels on mma.sync would visit: multiples of 64, of the block mask or, for a plan with
+                        lengths, of the blocks that stand for them
     backward            whether the pass is the backward pass
 
     A plan whose options do not ask for tcgen05 keeps both sizes. Otherwise:
 
-    forward     block_kv stays. block_q stays if it is a multiple of the queries of a CTA (`_forward_blocks`: 256, or 128 where a CTA has
-                one query tile), and is that number if it is not. The same for few queries, although the decode kernel reads the blocks
-                of the plan itself
-    backward    each size stays if it is a multiple of 128, and is 128 if it is not. Both stay for padded head dims above LARGEST_DIM,
-                which run on mma.sync
+    forward    block_kv stays. block_q stays if it is a multiple of the queries of a CTA (`_forward_blocks`: 256, or 128 where a CTA has
+               one query tile), and is that number if it is not. The same for few queries, although the decode kernel reads the blocks of
+               the plan itself
+    backward   each size stays if it is a multiple of 128, and is 128 if it is not. For keys both numbers are 256 where CTAs form pairs
+               (`in_pairs`) and the block mask does not come from user lists. Both sizes stay for padded head dims above LARGEST_DIM,
+               which run on mma.sync
     """
     if not asked_for(plan.options):
         return block_q, block_kv

@@ -1,6 +1,4 @@
-"""What the backend refuses and offers of the kernels on mma.sync, and of those beside the forward kernel on tcgen05: plans, and tiles
-worth timing.
-"""
+"""What the backend refuses, and which tiles it proposes for timing, where the kernels on mma.sync or tcgen05 run."""
 
 from collections.abc import Sequence
 

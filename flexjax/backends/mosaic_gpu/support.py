@@ -97,9 +97,10 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
 
 
 def _refuses_origin(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin. Refused are a block mask
-    from user lists whose blocks the kernels of a pass cannot visit as they are, because they are no multiples of 64, or of 128 on tcgen05,
-    and several runs of queries or keys that are no multiples of LARGEST_TILE long.
+    """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin. Refused are a block
+    mask from user lists whose blocks the kernels of a pass cannot visit as they are, because they are no multiples of 64 (on tcgen05 of
+    128, and queries of the option block_q if that is larger), and several runs of queries or keys that are no multiples of LARGEST_TILE
+    long.
     """
     origin, blocks = plan.origin, plan.blocks
     if origin is None:
@@ -148,8 +149,8 @@ def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
 
 def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
     """(queries, keys) of the blocks of a plan with lengths and without a block mask, and of an axis whose mask blocks are no multiples of
-    64: 64 for lengths up to 64, 128 above, and for keys in pages always 128, because the bits of a request do not depend on the number of
-    its pages. With tcgen05 those of `sm100_support.visited_blocks`, which differ in the `backward` pass.
+    64: 64 on an axis of at most 64 tokens (q_len, kv_len), else 128, and for keys in pages always 128, because the bits of a request do
+    not depend on the number of its pages. With tcgen05 those of `sm100_support.visited_blocks`, which differ in the `backward` pass.
     """
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
     block_kv = 128 if plan.page else block_kv
@@ -157,8 +158,8 @@ def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]
 
 
 def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
-    """The plan that the kernels of a pass run where the decode kernel does not, as if its keys were contiguous: with blocks that they can
-    visit (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
+    """The plan that the kernels of a pass (`backward` or forward) run where the decode kernel does not, as if its keys were contiguous:
+    with blocks that they can visit (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
     """
     made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan, backward))
     return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan, backward))
@@ -167,11 +168,13 @@ def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
 def _for_kernels(
     given: KernelPlan, operands: Operands, in_pages: bool = False, backward: bool = False
 ) -> tuple[KernelPlan, Operands]:
-    """(plan, operands) of a call as the kernels of a pass take them: those of `_kernel_plan`, with 0 in the slots of queries and keys that
-    do not exist.
+    """(plan, operands) of a call as the kernels of a pass take them: those of `_kernel_plan`, with 0 in the slots of queries and keys
+    that do not exist, and with block lists of the new plan's blocks.
 
-    in_pages   whether the kernel reads the keys in their pages: keys and values stay as they are, only queries get zeros, and the new plan
-               keeps `page`. Otherwise keys in pages are gathered
+    given, operands   the plan and the operands of the call
+    in_pages          whether the kernel reads the keys in their pages: keys and values stay as they are, only queries get zeros, and the
+                      new plan keeps `page`. Otherwise keys in pages are gathered
+    backward          whether the pass is the backward pass, whose blocks may differ
     """
     if in_pages:
         queries = None if operands.lengths is None else operands.lengths.query
@@ -287,15 +290,18 @@ class MosaicGpu:
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
-        """The kernels of both passes on the target with their tiles, queries x keys, as text for `flexjax.explain`."""
+        """The kernels of both passes on the target with their tiles, queries x keys, as text for `flexjax.explain`, such as "forward 128
+        x 128, backward fused 64 x 128, dQ added in any order" (`describe_kernels.describe`).
+        """
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
         visited = (plan, plan) if decodes else (_kernel_plan(plan), _kernel_plan(plan, backward=True))
         return describe_kernels.describe(*visited, plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots. The n-th dict pairs the
-        n-th candidate of the forward pass with the n-th of the backward pass; the shorter of the two lists repeats its last. The first dict
-        is what runs without options. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
+        """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots; fields that the plan's
+        options fix have that size. The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the
+        shorter of the two lists repeats its last. The first dict is what runs for the plan as it is, except for the backward pass of
+        float32 above head dim 128. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
         depend on what is fastest.
         """
         card = choose_kernel.mma_card(target, plan.options)

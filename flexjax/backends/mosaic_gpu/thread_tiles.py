@@ -465,7 +465,7 @@ def rounded_tile(tile: jax.Array, dtype: str, interpret: bool) -> jax.Array:
 
 
 def tile_parts(tile: jax.Array, dtype: jax.typing.DTypeLike, parts: int, interpret: bool) -> tuple[jax.Array, ...]:
-    """A tile, [rows, columns] float32, as the sum of `parts` tiles of `dtype`, the largest first (float_parts.py); with
+    """A tile, [rows, columns] float32, as `parts` tiles of `dtype`, the largest first, whose sum approximates it (float_parts.py); with
     one part the tile converted to `dtype`.
     """
     found = []

@@ -94,8 +94,8 @@ def _logistic(x: Value) -> Value:
 
 
 def _reduced_angle(x: Value) -> Value:
-    """x minus the nearest multiple of 2 pi, between -pi and pi. The multiple is subtracted in three parts, of which the first is
-    exact up to 2^16 turns: the error is 4e-6 at |x| = 4e5, and 0.03 at 1e6.
+    """x minus the nearest multiple of 2 pi: a number between -pi and pi, up to the error. The multiple is subtracted in three parts, of
+    which the first is exact up to 2^16 turns: the error is 4e-6 at |x| = 4e5, and 0.03 at 1e6.
     """
     turns = _round_half_to_even(x * np.float32(1 / (2 * math.pi)))
     x = x - turns * np.float32(6.28125)
@@ -114,8 +114,8 @@ def _cos(x: Value) -> Value:
 
 
 def _pow(x: Value, y: Value) -> Value:
-    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative finite x and y that is no integer; 1 for y =
-    0 or x = 1. The exponent is rounded to float32, so the relative error grows as |y log2|x||.
+    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative finite x and y that is no integer; 1 for y = 0 or x = 1.
+    -0 counts as 0. The exponent is rounded to float32, so the relative error grows as |y log2|x||.
     """
     one, zero = np.float32(1), np.float32(0)
     base = jnp.abs(x)
@@ -142,11 +142,12 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """The remainder of float division, a - b * trunc(a / b): it has the sign of a and is smaller than |b|.
+    """The remainder of float division, a - b * trunc(a / b). Where |a / b| is below 2^24 it has the sign of a and is smaller than |b|.
 
-    Where float32 rounds a / b across an integer, the quotient is one too large or too small, and is corrected. b * trunc(a / b)
-    is rounded to float32 too, so the error of the remainder, modulo b, is up to 2^-24 |a|: no digit is right where |a / b| is
-    2^24 or more. a where b is infinite (also for infinite a, where lax.rem gives NaN); NaN where b is 0 or a alone infinite.
+    Where float32 rounds a / b across an integer, the quotient is one too large or too small, and is corrected. b * trunc(a / b) is
+    rounded to float32 too, so the error of the remainder, modulo b, is up to 2^-24 |a|: where |a / b| is 2^24 or more, no digit is right,
+    and the result may have the other sign or exceed |b|. a where b is infinite (also for infinite a, where lax.rem gives NaN); NaN where
+    b is 0 or a alone infinite.
     """
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))

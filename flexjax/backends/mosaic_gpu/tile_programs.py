@@ -18,8 +18,8 @@ An *affine integer* is an integer value a * q + b * kv + c whose a and b are num
 entry and head alone (`ir.Linear`). Such values, and loads indexed by them, are computed from the coefficients,
 without their operands.
 
-program_support.py says which programs run here, tile_ops.py computes one operation, tile_values.py holds deferred
-operations, tile_origin.py says where tiles lie. The file is longer than others because the methods of its one class work on the same table of values.
+program_support.py says which programs run here, tile_ops.py computes one operation, tile_values.py holds deferred operations,
+tile_origin.py says where tiles lie. The file is longer than others because the methods of its one class work on one table of values.
 """
 
 import dataclasses
@@ -60,18 +60,19 @@ MAX_EXACT = 1 << 24
 class TileProgram:
     """A program on a tile, with the values of the steps that are computed already; methods return a new TileProgram.
 
-    The fields are those of `__init__` and
+    The fields are those of `__init__` except `place` and `results`, and
 
     wanted                 atoms of the results to compute
     live                   ids of the values that these results depend on
     env                    id of a value -> the value on the tile, for the steps that are computed
-    row_start, col_start   positions of the tile's first row and column, int32 scalars; None until `at_rows` and
-                           `at_columns` set them. Without an origin they are the numbers of row and column
-    origin                 where rows and columns lie in the whole problem, whose positions the program reads; None: positions count from 0
+    row_start, col_start   positions of the tile's first row and column, int32 scalars; None until `at_rows` and `at_columns` set them.
+                           Without an origin they are the numbers of row and column
+    origin                 where rows and columns lie in the whole problem, whose positions the program reads; None: positions count from
+                           0
     batch, offsets         number of the batch entry; axis -> what `origin` adds to row numbers, for axes of one run
 
-    The kind of a value is SCALAR, ROW (one number for each row), COLUMN, TILE, or NARROW (a tile that repeats after PERIOD
-    columns). An affine integer is a * q + b * kv + c with numbers a and b, and c the same for a whole head.
+    The kind of a value is SCALAR, ROW (one number for each row), COLUMN, TILE, or NARROW (a tile that repeats after PERIOD columns). An
+    affine integer is a * q + b * kv + c with numbers a and b, and c the same for a whole head.
     """
 
     def __init__(
@@ -90,18 +91,18 @@ class TileProgram:
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head alone.
 
-        program       the traced program
-        refs          its captured arrays, in the order of `program.captures`
-        shape         (rows, columns) of a tile
-        place         of the tiles
-        row_axis      "q" or "kv": what the rows of a tile are
-        edge          (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp
-                      their indices to the array. None where no tile does
-        results       numbers of the program's results to compute; None: all
-        used_rows     how many rows of a tile exist; the others are given the number of the last that exists, so that
-                      they read no other address. None: all
-        even_columns  whether the first column of every tile has an even number
-        interpret     whether the kernel runs in the simulator
+        program        the traced program
+        refs           its captured arrays, in the order of `program.captures`
+        shape          (rows, columns) of a tile
+        place          of the tiles
+        row_axis       "q" or "kv": what the rows of a tile are
+        edge           (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp their indices to the
+                       array. None where no tile does. Only whether it is None is read
+        results        numbers of the program's results to compute; None: all
+        used_rows      how many rows of a tile exist; the others are given the number of the last that exists, so that they read no other
+                       address. None: all
+        even_columns   whether the first column of every tile has an even number
+        interpret      whether the kernel runs in the simulator
         """
         batch, head, origin = place
         self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
@@ -140,7 +141,8 @@ class TileProgram:
         return rows if self.used_rows is None else jnp.minimum(rows, np.int32(self.used_rows - 1))
 
     def at_columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
-        """The program with its column vectors computed, for the tile whose first column has the number `start`.
+        """The program with its column vectors computed, for the tile whose first column has the number `start`, counted from 0 in the
+        arrays of the call. Where the program has row vectors, `at_rows` is called before.
 
         A kernel calls this before it waits for the scores, so that the loads of column vectors are done when `tile` needs them.
         """

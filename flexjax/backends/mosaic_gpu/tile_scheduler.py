@@ -77,7 +77,7 @@ class ScheduledTile(typing.Protocol):
 
     @property
     def lazy_rescale(self) -> bool:
-        """Whether the output is rescaled only when a row maximum has grown by a factor of 2^8."""
+        """Whether the output is rescaled only where a row maximum exceeds the softmax reference by more than 8 powers of two."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class ScheduledTile(typing.Protocol):
 
     @property
     def programs(self) -> int:
-        """CTAs of the grid where `persistent` or `dynamic_scheduler`."""
+        """The most CTAs of the grid where `persistent` or `dynamic_scheduler`."""
         ...
 
 
@@ -213,8 +213,7 @@ class TileScheduler:
         """Number in the whole call of the work item that is number `turn` of this CTA, without the dynamic scheduler;
         it may be past the last item.
 
-        With one CTA for each item that is the number of the CTA, whatever the turn; in a persistent grid of P CTAs, CTA
-        p takes items p, 2 P - 1 - p, 2 P + p, ....
+        It is the number of the CTA where each item has one; in a persistent grid of P CTAs, CTA p takes items p, 2 P - 1 - p, 2 P + p, ....
         """
         program = lax.axis_index("program")
         if self.programs == self.items:
@@ -307,13 +306,13 @@ class TileScheduler:
         """First key of the tile that the item visits at `step`.
 
         step      0 to item.total - 1
-        in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; a
-                  step outside of that list gives some key that may be read. None: unknown
+        in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; for a step outside of
+                  that list the result means nothing and may be negative, so it must not be used to read keys. None: unknown
 
-        Full blocks come first, then partial ones, in the order of their lists; without a block mask all tiles in order.
-        With `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases by
-        distance have their largest scores at the last keys, and once the maximum is found the output is not rescaled
-        again. A mask with neither list has no visits, and the result means nothing.
+        Full blocks come first, then partial ones, in the order of their lists; without a block mask all tiles in order. With `reverse_kv`
+        the unmasked tiles are visited from the last to the first: under a causal mask most biases by distance have their largest scores
+        at the last keys, and once the maximum is found the output is not rescaled again. A mask with neither list has no visits, and the
+        result means nothing.
         """
         if self.tile.reverse_kv and in_full is not False:
             back = item.unmasked - 1 - step
@@ -328,7 +327,8 @@ class TileScheduler:
             """First key of the tile at `position` in the item's row of a block list.
 
             index      the flat block list, `width` blocks for each row
-            position   counted in tiles, `per_block` for each block of the list; clipped to the row
+            position   counted in tiles, `per_block` for each block of the list; outside of the row the result means nothing, but nothing
+                       is read past it
             """
             assert index is not None
             block = position if per_block == 1 else lax.div(position, i32(per_block))

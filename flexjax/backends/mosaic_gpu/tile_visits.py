@@ -27,12 +27,12 @@ State = typing.TypeVar("State")
 
 
 class VisitLists(typing.NamedTuple, typing.Generic[Part]):
-    """The block lists of the owning axis, int32: arrays outside a kernel (of numpy if the lists are known), Refs
-    inside; None for a list that the mask lacks.
+    """The block lists of the owning axis, int32: arrays outside a kernel (of numpy if the lists are known), Refs inside; None for a list
+    that the mask lacks. Heads are query heads, also where key blocks own.
 
     partial_num, full_num       [batch or 1, heads or 1, owned blocks] how many blocks each list names
-    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending;
-                                those past the number mean nothing
+    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending except in the query
+                                blocks' lists from a user; those past the number mean nothing
     """
 
     partial_num: Part | None = None
@@ -166,9 +166,11 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
 
 def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: int) -> jax.Array | None:
-    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles, those with most visits first, and
-    ascending among equals; None without a block mask or where it has no lists, because all then visit equally many.
+    """[batch or 1, heads or 1, own_tiles] int32, of numpy if the lists are known: the numbers of the owned tiles, those with most visits
+    first, and ascending among equals; None without a block mask or where it has no lists, because all then visit equally many.
 
+    visits      of the kernel
+    lists       from `visit_lists`
     own_tiles   how many owned tiles a head has
     """
     nums = [n for n in (lists.partial_num, lists.full_num) if n is not None]

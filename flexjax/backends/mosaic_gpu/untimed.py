@@ -67,10 +67,12 @@ THREE_GROUPS_BLOCK = (192, 128)
 
 
 def three_groups_under_mask(plan: KernelPlan) -> bool:
-    """Whether `forward_three` asks for three consumer warpgroups under the plan's mask_mod: with a block mask, without score_mod, dropout,
-    lengths, pages and an origin, where mask_mod captures nothing. The kernel then has 160 registers a thread and spills none.
+    """Whether `forward_three` asks for three consumer warpgroups under the plan's mask_mod: with a block mask that is not from user
+    lists, without score_mod, dropout, lengths, pages and an origin, where mask_mod captures nothing, the plan is no partial one, and the
+    options set no instruction and no other block_q or block_kv than THREE_GROUPS_BLOCK. The head dims, at most 64, are checked by the
+    callers.
 
-    Not for blocks of the user's lists. The kernel visits blocks of THREE_GROUPS_BLOCK instead of the mask's own.
+    The kernel then has 160 registers a thread and spills none. It visits blocks of THREE_GROUPS_BLOCK instead of the mask's own.
     """
     mask, blocks, options = plan.mask, plan.blocks, plan.options
     if not choices().forward_three or mask is None or blocks is None or mask.loads or blocks.from_user_lists:
