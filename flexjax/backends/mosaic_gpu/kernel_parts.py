@@ -238,7 +238,9 @@ def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:
 
 
 def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
-    """`value`, an i32 on which all threads agree, in the form in which a function returns a SCALAR_INT."""
+    """`value`, an i32 that is the same in all threads of a warpgroup (or of a warp, where the kernel uses it by warps), in the form in
+    which a function returns a SCALAR_INT.
+    """
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 

@@ -189,11 +189,10 @@ class DirectGradientWriter:
 
     gradients   the direct gradients
     tiles       sizes of the dQ kernel
-    outputs     for each gradient its array in global memory
-    buffers     for each gradient one tile a warpgroup in shared memory
+    outputs     for each gradient its array in global memory, of `DirectGradient.output_shape`
+    buffers     for each gradient [warpgroups, queries, keys] in shared memory, a tile for each warpgroup, in the gradient's dtype
     group       number of the warpgroup
-    b, h, q0    head and first query of this warpgroup's tiles; arrays that the batch entries or heads share are written
-                at 0
+    b, h, q0    head and first query of this warpgroup's tiles; arrays that the batch entries or heads share are written at 0
     """
 
     gradients: tuple[DirectGradient, ...]

@@ -56,14 +56,14 @@ class Copies:
         return 0 if self.groups == 1 else lax.axis_index("wg")
 
     def start(self, source: Ref, target: Ref, arrived: Ref | None, rows: Scalar | None, plain: bool = False) -> None:
-        """Begins to copy this warpgroup's share of the rows of a tile, and does not wait; every warpgroup of the CTA calls it with the same
-        arguments. All must have read what `target` held before (`wait`, `sync`).
+        """Begins to copy this warpgroup's share of the rows of a tile, and does not wait; every warpgroup of the CTA calls it with the
+        same arguments. All must have read what `target` held before (`wait`, `sync`).
 
         source    [rows, D] in global memory; it may reach past the end of the array
         target    [rows, D] in shared memory, SwizzledTiles
         arrived   the barrier of the slot, at which the share arrives; None with cp.async
-        rows      how many rows of the tile exist, counted from its first; cp.async writes zeros to the others. None: all. Not used with
-                  TMA, which gives zeros only past the end of the array
+        rows      how many rows of the tile exist, counted from its first; cp.async writes zeros to the others and does not read them.
+                  None: all, which then lie inside of the array. Not used with TMA, which gives zeros only past the end of the array
         plain     whether `target` is a PlainArray instead
         """
         share = target.shape[0] // self.groups

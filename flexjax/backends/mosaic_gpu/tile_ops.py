@@ -275,9 +275,9 @@ def _convert(x: Value, old: str, new: str) -> Value:
     """x converted from program dtype `old` to program dtype `new` as `convert_element_type` does; x has the inner dtype of `old`, the
     result that of `new` (`inner_dtype`).
 
-    To bool: whether x is not 0. To floats: through float32, rounded to `new`. From floats to integers: fractions are dropped towards 0, and
-    a float that an 8- or 16-bit integer cannot hold becomes that integer's nearest value; int32 and uint32 get what the hardware's
-    conversion gives. From integers to narrower ones: wrapped around.
+    To bool: whether x is not 0. From bool: 0 or 1. To floats: through float32, rounded to `new`. From floats to integers: fractions are
+    dropped towards 0, and a float that an 8- or 16-bit integer cannot hold becomes that integer's nearest value; int32 and uint32 get
+    what the hardware's conversion gives. From integers to other ones: wrapped around.
     """
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)

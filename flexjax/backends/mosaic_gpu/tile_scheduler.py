@@ -138,7 +138,8 @@ class MaskRows(typing.NamedTuple):
 
 
 def flat(lists: BlockLists | None) -> BlockLists | None:
-    """The block lists with each array reshaped to one dimension (`flat_constant`); None stays None."""
+    """The block lists with each array reshaped to one dimension; known lists get one element more, -1 (`flat_constant`). None stays None.
+    """
     return None if lists is None else BlockLists(*(None if x is None else flat_constant(x) for x in lists))
 
 

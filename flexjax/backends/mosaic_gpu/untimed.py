@@ -21,13 +21,16 @@ from flexjax.plan.kernel_plan import KernelPlan
 class Untimed:
     """Which choices are on.
 
-    forward_three           head dims up to 64 under a mask_mod that captures nothing: three consumer warpgroups, softmax beside P V
-    forward_turns           three consumer warpgroups issue WGMMAs in turns, one after another
-    forward_free_ends       softmax beside P V: the first Q K^T and the last P V of a work item do not wait for a turn
-    forward_query_slots     three consumer warpgroups have two slots of queries, so that those of the next work item are copied early
-    backward_upward         fused kernel in a fixed order under a causal-like mask: queries upward, the last key tile first; dQ late
-    backward_dq_first       fused kernel with tiles of 128 queries: dQ is multiplied before dK and stored beside it, where it is not late
-    backward_heads          fused kernel in any order: a few heads side by side, the longest key tiles of all of them first
+    forward_three         head dims up to 64 under a mask_mod that captures nothing: three consumer warpgroups, softmax beside P V
+    forward_turns         three consumer warpgroups issue WGMMAs in turns, one after another, where softmax runs beside P V
+    forward_free_ends     softmax beside P V: the first Q K^T and the last P V of a work item do not wait for a turn
+    forward_query_slots   three consumer warpgroups have the slots of queries that two would have, so that with two slots those of the
+                          next work item are copied early
+    backward_upward       fused kernel in a fixed order under a causal-like mask: queries upward, the last key tile first; dQ late
+    backward_dq_first     fused kernel with tiles of 128 queries, without score_mod and dropout: dQ is multiplied before dK and stored
+                          beside it, where it is not late
+    backward_heads        fused kernel in any order, one query head a key head: a few heads side by side, the longest key tiles of all of
+                          them first
     """
 
     forward_three: bool = False
