@@ -143,7 +143,8 @@ class PartialSums:
             odd: mgpu.FragmentedArray,
             rank: mgpu.FragmentedArray,
         ) -> None:
-            """One thread's part: expects the partner's bytes at `full`, waits for `free`, and sends its elements.
+            """One thread's part: waits for `free`, expects the partner's bytes at `full` (in one thread of the warpgroup), and sends its
+            elements.
 
             tile              registers of the tile to send
             tiles, barriers   memrefs of the CTA's tiles and of their mbarriers

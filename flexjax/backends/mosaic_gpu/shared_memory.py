@@ -134,7 +134,7 @@ class OverlaidTensorTiles:
 
     @property
     def tmem_columns(self) -> int:
-        """Columns of 32 bits that both take."""
+        """Columns of 32 bits that the two together take: those of the larger one."""
         return max(self.first.tmem_columns, self.second.tmem_columns)
 
 

@@ -315,11 +315,11 @@ class MosaicGpu:
         return sm80_support.paired([] if decodes else forward, backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """Runs the forward kernel, or the decode kernel where the queries are few, for a plan that `refuses` does not refuse: out, lse and,
-        where the plan wants them, row maxima and what rounding took from out (else None). Queries that do not exist get out 0 and lse -inf.
-        For the forward kernel keys in pages are gathered first, unless it reads them in place. On Hopper only the number of CTAs follows
-        from the target (REFERENCE_SMS where its number of cores is not known), and no result depends on it; the tile follows from the plan.
-        The tile of the kernel on mma.sync also follows from the compute capability.
+        """Runs the forward kernel, or the decode kernel where choose_kernel.py takes that one, for few queries; for a plan that `refuses`
+        does not refuse: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None). Queries that do
+        not exist get out 0 and lse -inf. For the forward kernel keys in pages are gathered first, unless it reads them in place. On
+        Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no result
+        depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute capability.
         """
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.

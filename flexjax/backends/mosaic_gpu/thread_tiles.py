@@ -119,15 +119,14 @@ def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -
 def affine_tile(
     row: jax.Array, step: float | np.float32 | Scalar, shape: tuple[int, int], interpret: bool, period: int = 0
 ) -> jax.Array:
-    """The tile row[r] + step * c at row r and column c, modulo `period`: one addition or FMA with a constant for each
-    element.
+    """The tile row[r] + step * c at row r and column c, modulo `period`: one addition or FMA with a constant for each element, and the
+    modulo.
 
     row      [rows], int32 or float32
     step     a Python or numpy number; for float32 also a scalar of the kernel
     shape    (rows, columns) of the result
-    period   for int32 alone, a power of two: the result is taken modulo this number, 0 .. period - 1. Columns of a
-             thread are 8 apart, so with a small period most elements of a thread are equal, and each distinct one is
-             computed once. 0: no modulo
+    period   for int32 alone, a power of two: the result is taken modulo this number, 0 .. period - 1. Columns of a thread are 8 apart, so
+             with a small period most elements of a thread are equal, and each distinct one is computed once. 0: no modulo
     """
     floating = jnp.issubdtype(row.dtype, jnp.floating)
     if interpret:
@@ -194,8 +193,8 @@ def add_column_slope(vector: jax.Array, step: jax.Array, interpret: bool) -> jax
     vector   [columns] float32
     step     a scalar of the kernel
 
-    It takes one FMA for each column. A product of `step` with `column_iota` would hold the column numbers in
-    registers.
+    It takes an addition and at most one FMA for each element of a thread. A product of `step` with `column_iota` would hold the column
+    numbers in registers.
     """
     if interpret:
         return vector + step * jnp.arange(vector.shape[0]).astype(vector.dtype)

@@ -142,7 +142,8 @@ class TileProgram:
 
     def at_columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
         """The program with its column vectors computed, for the tile whose first column has the number `start`, counted from 0 in the
-        arrays of the call. Where the program has row vectors, `at_rows` is called before.
+        arrays of the call. It is called on what `at_rows` returned, for each tile anew, because values that are computed already are
+        kept.
 
         A kernel calls this before it waits for the scores, so that the loads of column vectors are done when `tile` needs them.
         """

@@ -138,8 +138,7 @@ class MaskRows(typing.NamedTuple):
 
 
 def flat(lists: BlockLists | None) -> BlockLists | None:
-    """The block lists with each array reshaped to one dimension; known lists get one element more, -1 (`flat_constant`). None stays None.
-    """
+    """The block lists with each array reshaped to one dimension; known lists get one element more, -1 (`flat_constant`). None stays None."""
     return None if lists is None else BlockLists(*(None if x is None else flat_constant(x) for x in lists))
 
 
@@ -172,13 +171,12 @@ class TileScheduler:
 
     @property
     def heads_at_once(self) -> int:
-        """Number of query heads, counted over all batch entries, whose work items have neighbouring numbers, so that CTAs
-        compute them at the same time.
+        """Number of query heads, counted over all batch entries, whose work items have neighbouring numbers.
 
-        A persistent grid mixes all heads, so that the longest rows start first. In other grids the next heads start when
-        these are done, so that the keys and values in use stay in the L2. Their number is then the largest divisor of
-        the number of all heads for which the keys and values of so many heads fit L2_SHARE, or 1; those of a key head
-        count once for all of its query heads.
+        A persistent grid mixes all heads, so that the longest rows start first. In other grids the next heads start when these are done,
+        so that the keys and values in use stay in the L2. Their number is then the largest divisor of the number of all heads for which
+        the keys and values of so many heads, at two bytes an element, fit L2_SHARE, or 1; those of a key head count once for all of its
+        query heads.
         """
         plan = self.plan
         heads = plan.batch * plan.q_heads

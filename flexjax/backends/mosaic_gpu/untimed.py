@@ -86,7 +86,9 @@ def three_groups_under_mask(plan: KernelPlan) -> bool:
 
 
 def forward_fields(groups: int, overlap: bool, query_slots: int) -> dict[str, typing.Any]:
-    """The fields of ForwardTile that the choices set, by name: none where all are off.
+    """The fields of ForwardTile that the choices set, name -> value: `turns_at_ends` False with forward_free_ends and `overlap`;
+    `ping_pong` True with forward_turns, `overlap` and three groups; `query_slots` with forward_query_slots and three groups. {} where
+    these choices are off.
 
     groups        consumer warpgroups
     overlap       whether the softmax of a step runs beside P V of the step before
