@@ -111,9 +111,9 @@ class WorkItem(typing.NamedTuple):
 
     b, h       batch entry and query head
     q_tile     number of the query tile within the head
-    row        row of the block lists, counted over their batch entries and heads; 0 without lists
+    row        row of the block lists, counted over their batch entries and heads; 0 without a block mask
     unmasked   visits that need no mask; they come first
-    full       visits of the full list: the unmasked ones, then those of a block that reaches past the last key
+    full       visits of the full list: the unmasked ones, then tiles that reach past the last key. As `unmasked` without a block mask
     total      all visits
     """
 
