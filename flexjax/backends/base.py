@@ -6,7 +6,8 @@ To add a backend:
 3. `tile_candidates` returns tiles for autotuning; `refuses` refuses a tile that the options ask for and that cannot run.
 4. `forward` and `backward` take the plan, its operands and the target, and return what `Results` and `Gradients` document.
    `lowering` returns a context in which they are lowered; most backends return contextlib.nullcontext().
-5. Import only plan, block_mask types, ir, analysis, trace and tile_math; never attention, dispatch or another backend.
+5. Import only plan, block_mask, trace, analysis, ir, types, errors and varying, and of this folder base, target and tile_math;
+   never attention, dispatch or another backend.
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 
 A plan is everything static about one attention call, operands are its arrays (plan/kernel_plan.py), and a target is the device
@@ -31,8 +32,8 @@ class BackwardInputs(typing.NamedTuple):
     results        of the forward pass; max_scores may be None
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None for zero
     wanted         which operands get a gradient
-    derivative     program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured array);
-                   None where score_mod is the identity
+    derivative     program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured array of
+                   floats); None where score_mod is the identity
     """
 
     operands: Operands
@@ -89,8 +90,9 @@ class Backend(typing.Protocol):
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others.
+        Those of a partial plan may be in the dtype of scores, and the caller casts them.
 
-        given   the operands, results and cotangents
+        given   the operands, results and cotangents, what is wanted, and the derivative program
         """
         ...
 

@@ -48,11 +48,12 @@ class DescribedDevice(jax.sharding.AbstractDevice):
 class Target:
     """The device that a pass is lowered for, or what is known of it.
 
-    platform    as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
-    kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
-    capability  compute capability of an NVIDIA GPU, e.g. "9.0"; None if unknown, and on other platforms
-    cores       SMs of a GPU, TensorCores of a TPU; None if unknown
-    automatic   XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
+    platform     as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
+    kind         jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
+    capability   compute capability of an NVIDIA GPU, e.g. "9.0", or what jax gives in its place for an AMD GPU, e.g. "gfx942";
+                 None if unknown, and on other platforms
+    cores        SMs of a GPU, TensorCores of a TPU; None if unknown
+    automatic    XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
     """
 
     platform: str

@@ -1,8 +1,8 @@
 """The numerics of flash attention on one tile, shared by the backends.
 
 Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135) with three rules: a row
-without any unmasked entry has output 0 and lse -inf; the sink is one more column without a value; a masked entry adds
-exactly 0 to every sum, whatever its score is. Scores are natural: their exponentials are to base e.
+without any unmasked entry has output 0 and, without a sink, lse -inf; the sink is one more column without a value; a masked entry
+adds exactly 0 to every sum, whatever its score is. Scores are natural: their exponentials are to base e.
 
 Rounded weights: a forward pass that multiplies values by bfloat16 weights exp(score - reference) rounds them. Scaling by a power
 of two and rounding commute, so if the references of a row are multiples of ln 2, whichever they are, the backward pass can round its
@@ -145,11 +145,11 @@ def online_step(
 
 
 def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator. Both
-    include the sink. A row without any visible entry and without a sink has output 0 and lse -inf.
+    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator, which
+    includes the sink. A row without any visible entry has output 0, and its lse is the sink, -inf without one.
 
     maximum, total   [..., 1]: row maximum, and sum of exp(score - maximum)
-    accumulated      [..., E]: sum of exp(score - maximum) * value
+    accumulated      [..., E]: sum of exp(score - maximum) * value, with the dropout multiplier of each entry
     sinks            logits that broadcast to maximum, or None
 
     output is [..., E], lse [..., 1].
@@ -167,8 +167,9 @@ def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | No
 
 
 def probabilities(scores: Array, lse: Array) -> Array:
-    """The probabilities exp(scores - lse) of scores [..., keys], which are -inf where masked; 0 in rows whose lse is -inf.
+    """exp(scores - lse), elementwise. An lse of -inf counts as 0, so that a row whose scores are all -inf gets 0 instead of NaN.
 
-    lse   broadcastable to the scores
+    scores   -inf where masked
+    lse      broadcastable to the scores
     """
     return jnp.exp(distance(scores, finite_or_zero(lse)))

@@ -69,13 +69,13 @@ class QuerySums(typing.NamedTuple):
 
 def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
     """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted. Of a partial plan,
-    those of query, key, value and extra features are in the dtype of scores.
+    those of query, key, value and extra features are in the dtype of scores, unless the call is empty.
 
     given   operands, results, cotangents, what is wanted and the derivative program
 
     Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the sinks
-    (`_empty_gradients`). A query that sees no key has gradient 0 and adds nothing to the gradients of other operands; one that
-    does not exist (lengths) neither.
+    (`_empty_gradients`). A query that does not exist (lengths) has gradient 0 and adds nothing to other gradients; one that sees
+    no key neither, except that its d_lse is added to the gradient of its head's sink.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     lengths = operands.lengths or NONE
@@ -117,7 +117,8 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
         sums, rows = lax.scan(one_row, sums, steps)
 
     def in_layout(x: Array | None, like: Array | None, length: int, existing: Array | None) -> Array | None:
-        """A gradient x [B, heads, padded tokens, D] in the layout, length and dtype of its operand; None for None.
+        """A gradient x [B, heads, padded tokens, D] in the layout and length of its operand, and in its dtype, or that of scores
+        for a partial plan; 0 for tokens that do not exist. None for None.
 
         like       the operand, which has the dtype
         length     how many tokens the operand has
@@ -238,11 +239,11 @@ def _add_columns(
 
 
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
-    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta. A query
-    whose lse is -inf adds nothing.
+    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta.
 
     tiled, operands   the operands laid out for tiles, and those of the call; both have sinks
-    delta             sum(d_out * out) - dlse, [B, N, T]; lse [B, N, T]
+    delta             sum(d_out * out) - dlse, [B, N, T], 0 where lse is -inf, so that such a query adds nothing
+    lse               [B, N, T]
     """
     assert tiled.sinks is not None
     assert operands.sinks is not None

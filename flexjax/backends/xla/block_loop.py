@@ -115,14 +115,15 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
 
 
 class BlockVisit(typing.NamedTuple):
-    """The key blocks, int32 [chunk] or [tail] (TileSizes), that one step of a tile row computes.
+    """The key blocks that one step of a tile row computes: int32 [chunk] or [tail] (TileSizes) under a block mask, [chunk] or [1]
+    without.
 
-    blocks  numbers of the key blocks; without a block mask they follow one another
-    valid   bool [blocks]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
-            under a block mask all of them are full, so the mask program is not applied
-    whole   bool [blocks]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
-            `valid` is None
-    cut     whether key lengths may end inside of the blocks
+    blocks   numbers of the key blocks; without a block mask they follow one another
+    valid    bool [blocks]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
+             under a block mask all of them are full, so the mask program is not applied
+    whole    bool [blocks]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
+             `valid` is None
+    cut      whether key lengths may end inside of the blocks
     """
 
     blocks: Array
@@ -159,10 +160,10 @@ def walk(
     sizes   of the tiles
     row     the tile row, with its lists
 
-    Without a block mask, every key block is visited, `chunk` at a time, with `valid` None. With one, only the blocks of the row's
-    lists are: those of the full list first, `chunk` at a time and unmasked, then the rest of it with the partial list, `tail` at a time
-    and masked; the last visit may have fewer that are valid. A row with empty lists has no visit. With key lengths, blocks that they cut
-    come last.
+    Without a block mask, see `_walk_all`. With one, only the blocks of the row's lists are visited: those of the full list first,
+    `chunk` at a time and unmasked, then the rest of it with the partial list, `tail` at a time and masked; the last visit may
+    have fewer that are valid. A row with empty lists has no visit. With key lengths, the first part ends before the first block
+    that the shortest length of the tile row cuts, and all visits of the second have `cut` True.
     """
     if plan.blocks is None:
         return _walk_all(plan, sizes, row, body, carry)

@@ -141,7 +141,9 @@ class CaptureGradients:
         return (batch, self.plan.q_heads if "h" in slot.axes else 1)
 
     def _axes(self, slot: LoadSlot) -> Axes:
-        """The axes on which the index of the load depends, b among them where positions differ between batch entries."""
+        """The axes on which the position of the load's element depends: those of its index, and b if the index depends on queries
+        or keys whose positions differ between batch entries.
+        """
         origin = self.plan.origin
         return slot.axes | {"b"} if origin is not None and origin.differs_by_entry(slot.axes) else slot.axes
 

@@ -127,7 +127,7 @@ def row_sinks(tiled: TiledOperands, row: TileRow) -> Array | None:
 def join_rows(x: Array, sizes: TileSizes) -> Array:
     """The results `x` of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...].
 
-    sizes   of the tiles; steps has an entry for each tile row, in the order of `row_at`
+    sizes   of the tiles. The first axis of x has sizes.steps entries, one for each tile row, in the order of `row_at`
     """
     rest = x.shape[4:]
     x = x.reshape(sizes.batch_groups, sizes.head_groups, sizes.rows, *x.shape[1:])
@@ -137,8 +137,8 @@ def join_rows(x: Array, sizes: TileSizes) -> Array:
 
 
 def empty_results(plan: KernelPlan, operands: Operands) -> Results:
-    """The Results of a call without batch entries, queries or keys: out 0, lse the head's sink (-inf without sinks), max_scores
-    -inf.
+    """The Results of a call without batch entries, queries or keys: out 0, lse the head's sink (-inf without sinks); max_scores
+    -inf and rounding 0 if the plan returns them, else None.
     """
     tokens = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     shape = (plan.batch, *tokens)

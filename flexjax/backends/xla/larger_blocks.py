@@ -26,11 +26,11 @@ FEW_KEYS = 1024
 
 
 def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = False) -> KernelPlan:
-    """The plan that a pass computes on the target: with larger mask blocks; with none, if one step computes the whole score
-    matrix; the plan itself on a CPU, and without a block mask.
+    """The plan that a pass computes on the target: with larger mask blocks; with none, if one of these would cover the whole
+    attention matrix and keys are not in pages; the plan itself on a CPU, and without a block mask.
 
-    backward   whether the options of the backward pass count, block_q_bwd and block_kv_bwd, or those of the forward pass.
-               Options that set a tile also bound the size of the larger blocks
+    backward   whether the options of the backward pass count, block_q_bwd and block_kv_bwd, or those of the forward pass. Options
+               that set a tile also bound the size of the larger blocks
     """
     if plan.blocks is None or target.platform == "cpu":
         return plan

@@ -25,9 +25,9 @@ class Pool(typing.NamedTuple):
 class PageRows:
     """The page numbers of a call, padded to whole key blocks.
 
-    pages     int32 [B, columns * pages of a block], -1 past the end
-    page      tokens of a page
-    block_kv  tokens of a key block, a multiple or a divisor of `page`
+    pages      int32 [B, padded_kv / page, rounded up], -1 past the end
+    page       tokens of a page
+    block_kv   tokens of a key block, a multiple or a divisor of `page`
     """
 
     def __init__(self, plan: KernelPlan, sizes: TileSizes, pages: Array):

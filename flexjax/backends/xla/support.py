@@ -45,14 +45,15 @@ class XlaBackend:
         return tile_candidates(plan_on_larger_blocks(plan, target), target)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan: out, lse, and max_scores and rounding if it asks for them (Results). Unless the target
-        is a CPU, its mask blocks are first merged to larger ones.
+        """The forward pass of the plan: out, lse, and max_scores and rounding if it asks for them (Results). Unless the target is
+        a CPU, its mask blocks are first merged to larger ones, or dropped where one would cover the attention matrix
+        (larger_blocks.py).
         """
         return forward(*on_larger_blocks(plan, operands, target), target)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands, in their shapes and dtypes; None for the others. Unless the target is a CPU,
-        mask blocks are first merged to larger ones.
+        """The gradients of the wanted operands, in their shapes and dtypes; None for the others. Of a partial plan, those of
+        query, key, value and extra features are in the dtype of scores. Mask blocks are first changed as for `forward`.
 
         given   operands, results, cotangents, what is wanted and the derivative program
         """

@@ -78,10 +78,11 @@ def tangent(
 class TiledTangents:
     """The tangents of the operands, and out and lse of the forward pass, laid out in tiles as the operands `tiled` are.
 
-    query, key, value, query_extra, key_extra   padded to whole blocks; None where an operand has no tangent
-    sinks                                       [N]; None without a tangent
-    captures                                    of each array that score_mod captures, padded as the array is; None without
-    lse, out                                    [B, N, padded T, 1] and [B, N, padded T, E], in the compute dtype
+    query, query_extra      as `TiledOperands.rows` returns them; None where an operand has no tangent
+    key, value, key_extra   as `TiledOperands.columns` returns them, so unchanged where keys are in place; None without a tangent
+    sinks                   [N] in the compute dtype; None without a tangent
+    captures                of each array that score_mod captures, padded as the array is; None without a tangent
+    lse, out                [B, N, padded_q, 1] and [B, N, padded_q, E], in the compute dtype
     """
 
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):

@@ -91,11 +91,12 @@ class XlaTile:
         return self.read(load, self.captures[load.capture])
 
     def read(self, load: Load, array: Array) -> Array:
-        """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that
-        array.
+        """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that array,
+        padded alike.
 
-        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, clipped to the
-        array, so the program has to be evaluated on this tile first. A captured scalar comes as [1, 1, 1, 1].
+        A load that has a `slice_plan` is read as slices: [nb or 1, nh or 1, bq, blocks * bk]. Any other is a gather at `indices`,
+        clipped to the array, so the program has to be evaluated on this tile first; its shape is that to which the index values
+        broadcast, with at least 4 dims. A captured scalar comes as [1, 1, 1, 1].
         """
         plan = slice_plan(load)
         if plan is not None:

@@ -47,15 +47,18 @@ ONE_STEP = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv], or `tail` in place of `chunk`.
+    """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv], or fewer key blocks
+    where `tail` says so, or where some are left over.
 
-    batch, heads               batch entries and query heads of a tile
-    block_q, block_kv          queries of a tile, keys of a key block
-    chunk                      how many key blocks a tile has
-    tail                       how many key blocks a tile has where key lengths or the mask may cut it: chunk, in a short call fewer
-    rows, columns              how many query blocks and key blocks the attention matrix has; the last of each may reach past
-                               the end
-    batch_groups, head_groups  how many groups of `batch` entries and of `heads` heads there are
+    batch, heads                batch entries and query heads of a tile
+    block_q, block_kv           queries of a tile, keys of a key block
+    chunk                       how many key blocks a tile has
+    tail                        how many key blocks a tile has under a block mask where key lengths or the mask may cut it: chunk,
+                                or fewer in the forward pass of few queries on a CPU. Without a block mask such tiles have one
+                                block, whatever `tail` is
+    rows, columns               how many query blocks and key blocks the attention matrix has; the last of each may reach past the
+                                end
+    batch_groups, head_groups   how many groups of `batch` entries and of `heads` heads there are
     """
 
     batch: int
@@ -86,26 +89,28 @@ class TileSizes:
 
 
 def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) -> TileSizes:
-    """The tiles of a pass: as many heads, then batch entries, then key blocks as fit the number of scores that a tile
-    may have.
+    """The tiles of a pass: as many heads, then batch entries, then key blocks as fit the number of scores that a tile may have.
 
-    That number depends on the platform of the target and on whether there is a block mask (the constants above). Heads
-    are 1 where the mask's lists have heads; batch entries are 1 where they have heads or batch entries, where a tile
-    lacks some heads, where an origin gives each batch entry positions of its own, or on a CPU with lengths, because a
-    tile of several entries is as long as the longest.
+    That number depends on the platform of the target and on whether there is a block mask (the constants above). Heads are 1
+    where the mask's lists have heads; batch entries are 1 where they have heads or batch entries, where a tile lacks some heads,
+    where an origin gives each batch entry positions of its own, with keys in pages, or on a CPU with lengths, because a tile of
+    several entries is as long as the longest.
 
-    `backward` chooses the pass whose tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv.
-    Without a block mask these options, if given, set the size of a tile, at most the sequence lengths and cut to a
-    divisor of the runs of an origin, and `chunk` is 1 unless the call is short. Under a block mask a tile has the queries of
-    one mask block (or all queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most
-    all), sets `chunk`; without that option `chunk` is at most MAX_CHUNK and the longest list.
+    `backward` chooses the pass whose tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a
+    block mask these options, if given, set the size of a tile, at most the sequence lengths and cut to a divisor of the runs of
+    an origin, and `chunk` is 1 unless the call is short. Under a block mask a tile has the queries of one mask block (or all
+    queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most all, or MAX_CHUNK
+    in pages), sets `chunk`; without that option `chunk` is at most MAX_CHUNK and the longest list, and on other platforms than a
+    CPU a fourth of that list.
 
     A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys (whole mask
-    blocks under a block mask), whatever the batch and the lists of others are. Tiles that lengths or the mask may cut have at most
-    SHORT_TAIL keys: `tail` mask blocks, or, without a block mask, one of the `chunk` blocks of a larger tile.
+    blocks under a block mask), whatever the batch and the lists of others are. Tiles that lengths or the mask may cut have at
+    most SHORT_TAIL keys, or one block if a block is larger: `tail` mask blocks, or, without a block mask, one of the `chunk`
+    blocks of a larger tile.
 
-    With keys in pages a tile has one batch entry, and its sizes do not depend on how many entries, pages and keys there are: the
-    bits of a request then do not depend on the other requests. On a CPU few queries have the `short_keys` there too.
+    With keys in pages a tile has one batch entry, and key blocks are whole pages or whole parts of one. Sizes then do not depend
+    on how many entries, pages and keys there are, so that the bits of a request do not depend on the other requests. On a CPU few
+    queries have the `short_keys` there too, under a block mask.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
@@ -180,8 +185,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
 
 def is_short(plan: KernelPlan, target: Target) -> bool:
-    """Whether a call on a CPU has at most SHORT_QUERIES queries, so that most of its time goes into reading keys and
-    values. False for keys in pages, which have tile sizes of their own.
+    """Whether the target is a CPU and the call has at most SHORT_QUERIES queries, so that most of its time goes into reading keys
+    and values. False for keys in pages, which have tile sizes of their own.
     """
     return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES and not plan.page
 
@@ -218,12 +223,14 @@ def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, in
 
 
 def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-    """Tiles that autotuning tries, each a dict of KernelOptions fields; the default of the forward pass first, and the
-    same tile for both passes.
+    """Tiles that autotuning tries, each a dict of block_q, block_kv, block_q_bwd and block_kv_bwd in tokens, with the same tile
+    for both passes. The default of the forward pass comes first.
 
-    With a block mask, candidates differ in how many key blocks a tile has, 1 to 16 in powers of two, at most all.
-    Without one, they have as many keys as queries or twice as many, from 64 queries to about the longer length, at most
-    1024.
+    plan   as the pass runs it, on larger blocks (larger_blocks.py)
+
+    With a block mask, candidates differ in how many key blocks a tile has, 1 to 16 in powers of two, at most all. Without one,
+    they have about as many keys as queries or twice as many, with 64 to 1024 queries in powers of two, up to about the longer
+    length, made even by `even_block`.
     """
     default = choose_tile_sizes(plan, target)
     width = default.chunk * default.block_kv

@@ -83,26 +83,30 @@ def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tup
 class TiledOperands:
     """The operands of one pass, laid out and padded so that each tile is a slice, and the products of their tiles.
 
-    sizes              sizes of the tiles
-    compute            dtype of scores and sums
-    operand_dtype      dtype of the operands of products: that of the plan where the platform multiplies it, else `compute`
-    rounds_weights     whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
-    widens_slices      whether XLA converts 16-bit and 8-bit floats to float32 before it slices them, which `pinned` confines to
-                       the slices of a visit: on a CPU
-    in_place           whether keys and values keep their own length, layout and dtype: in a forward pass of a short call
-                       (tile_sizes.is_short), or of one row of tiles, which reads each of them once
-    key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
-    query, query_extra       as `rows` returns them; query_extra None without extra features
-    key, value, key_extra    as `columns` returns them; key_extra None without extra features; key and value in pages as Pools
-    pages              where the pages of each batch entry are; None if keys are contiguous
-    sinks              [N] in dtype `compute`; None without sinks
-    lists              block lists of the operands
-    score_programs     score_mod's program and that of its derivatives (either may be None); both read `score_captures`
+    sizes                           sizes of the tiles
+    compute                         dtype of scores and sums
+    operand_dtype                   dtype of the operands of products: that of the plan where the platform multiplies it and keys
+                                    are not quantised, else `compute`
+    rounds_weights                  whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
+    widens_slices                   whether XLA converts 16-bit and 8-bit floats to float32 before it slices them, which `pinned`
+                                    confines to the slices of a visit: on a CPU
+    in_place                        whether keys and values keep their own length, layout and dtype: in a forward or tangent pass
+                                    of a short call (tile_sizes.is_short), or of one row of tiles, which reads each of them once
+    key_heads_axis                  the axis of the heads of key, value and key_extra: 2 if they are in pages, or in place and the
+                                    layout is BTNH, else 1
+    query, query_extra              as `rows` returns them; query_extra None without extra features
+    key, value, key_extra           as `columns` returns them; key_extra None without extra features; key and value in pages as
+                                    Pools
+    pages                           where the pages of each batch entry are; None if keys are contiguous
+    sinks                           [N] in dtype `compute`; None without sinks
+    lists                           block lists of the operands
+    score_programs                  score_mod's program and that of its derivatives (either may be None); both read
+                                    `score_captures`
     score_captures, mask_captures   captured arrays, padded by pad_captures; dropout_captures: as they are
-    placed           where queries and keys lie in the whole problem
-    lengths          how many queries and keys of each batch entry exist
-    overhang         how many queries and keys the last tiles reach past the end
-    overhang_q, overhang_kv   whether the last query block or key block reaches past the end
+    placed                          where queries and keys lie in the whole problem
+    lengths                         how many queries and keys of each batch entry exist
+    overhang                        how many queries and keys the last tiles reach past the end
+    overhang_q, overhang_kv         whether the last query block or key block reaches past the end
     """
 
     def __init__(
@@ -195,12 +199,14 @@ class TiledOperands:
         return row.h0 // group, max(1, self.sizes.heads // group)
 
     def take_columns(self, x: Array | Pool, row: TileRow, visit: BlockVisit) -> Array:
-        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, blocks * block_kv, D] in
-        operand_dtype, with the key heads that the row's query heads read (`key_group`) and heads first in any layout.
+        """What one visit reads of `x`: [batch, key heads, blocks * block_kv, D] in operand_dtype, with the key heads that the
+        row's query heads read (`key_group`) and heads first in any layout.
 
-        row      the tile row, which decides the batch entries and the key heads
+        x       what `columns` made of keys, values or key_extra, or a Pool of pages
+        row     the tile row, which decides the batch entries and the key heads
+        visit   its key blocks
 
-        x may also be a Pool of pages. Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
+        Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
         """
         s, heads, blocks = self.sizes, self.key_heads_axis, visit.blocks
         if isinstance(x, Pool):
@@ -289,8 +295,8 @@ class TiledOperands:
     def weights_transposed_times(self, w: Array, rows: Array, key_heads: int) -> Array:
         """The sum over queries, and over the query heads of each key head, of weight times row, as in dV = P^T dO.
 
-        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`. Both are cast to
-        `operand_dtype` first.
+        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`. The weights are cast to
+        `operand_dtype` first, which is the dtype of the rows.
         """
         b, n, q, _ = w.shape
         fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])
