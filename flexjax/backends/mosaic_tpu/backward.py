@@ -30,7 +30,8 @@ from flexjax.plan.lengths import NONE, where_exists
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradients:
-    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
+    """The gradients of the wanted operands in their shapes; None for those that are not wanted. Those of captured arrays and of
+    sinks are in the dtypes of these, all others in the plan's dtype.
 
     given   operands, results, cotangents, what is wanted and the derivative program
     chip    the TPU whose VMEM decides the tiles

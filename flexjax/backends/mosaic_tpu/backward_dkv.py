@@ -62,7 +62,7 @@ Refs = KernelRefs[BackwardArrays[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.R
 class DkvGradients(typing.NamedTuple):
     """What the kernel returns.
 
-    dq, dk, dv   gradients of the folded query, key and value (layouts.fold), in their shapes; None if not asked for
+    dq, dk, dv   gradients of the folded query, key and value (layouts.fold), in their shapes and dtypes; None if not asked for
     columns      for each column read, by its number in derivative.gradients, the cotangents of what it reads summed over the
                  queries, float32 [B, N, S]
     """
@@ -133,10 +133,11 @@ class DkvKernel:
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of queries of the visited tile) contributes to those of the sums of dk, dv, dq and
-        the column reads that are wanted.
+        """Adds what a strip (a range of queries of the visited tile) contributes to those of the sums of dk, dv, dq and the
+        column reads that are wanted.
 
-        In a checked step, rows of queries and keys that do not exist, which may hold anything, are replaced by 0.
+        In a checked step, rows of query and d_out that do not exist, which may hold anything, are replaced by 0; so are rows of
+        key in the product for dq.
         """
         refs: Refs = step.refs
         tiles, strip, visit = self.call.tiles, step.strip, step.visit

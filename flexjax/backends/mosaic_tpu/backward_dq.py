@@ -81,8 +81,8 @@ class LoadNumbers(typing.NamedTuple):
 
     @classmethod
     def of(cls, wanted: dict[int, str]) -> "LoadNumbers":
-        """The reads of `wanted`, {number: kind}, sorted: "scalar" and "row" into rows, "diagonal" into diagonals, "tile" into
-        tiles.
+        """The reads of `wanted`, {number: kind}, by kind: "scalar" and "row" go into rows, "diagonal" into diagonals, "tile" into
+        tiles. Other kinds are left out.
         """
         of_kind = lambda *kinds: tuple(n for n, kind in wanted.items() if kind in kinds)
         return cls(of_kind(ir.SCALAR, ir.ROW), of_kind(ir.DIAGONAL), of_kind(ir.TILE))
@@ -193,9 +193,9 @@ def dq_kernel(
     wanted       the captured reads whose gradients are wanted, {number in derivative.gradients: kind}; no column reads
     want_query   whether to compute dq
 
-    Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load}, float32: of scalar and row
-    reads [B, N, 1, T], of diagonal reads [B, N, S + T - 1] by ascending q - kv, of tile reads [B, N, T, S], which is 0 in tiles
-    that a block mask skips.
+    Returns dq in the shape and dtype of the folded query (None if not wanted), and {number: sums of d_load}, float32: of scalar
+    and row reads [B, N, 1, T], of diagonal reads [B, N, S + T - 1] by ascending q - kv, of tile reads [B, N, T, S], which is 0 in
+    tiles that are not visited.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

@@ -179,9 +179,8 @@ class BlockSparseOrder(VisitOrder):
         return jnp.pad(marks, pads).reshape(blocks.batch, blocks.heads, g.q_tiles, r, g.kv_tiles, c)
 
     def _transposed(self, x: jax.Array) -> jax.Array:
-        """x [batch, heads, q tiles, kv tiles, ...] in key-major order: [batch, key heads or 1, kv tiles, group * q tiles, ...].
-
-        A tile row then has the tiles of one key tile; if query heads have lists of their own, those of the whole group.
+        """x [batch, heads, q tiles, kv tiles, ...] in key-major order: [batch, key heads, kv tiles, group * q tiles, ...] if query heads
+        have lists of their own, else [batch, 1, kv tiles, q tiles, ...]. A tile row then has the tiles of one key tile.
         """
         b, n, q, k = x.shape[:4]
         members = self.group if self.list_heads > 1 else 1
@@ -197,8 +196,8 @@ class BlockSparseOrder(VisitOrder):
 
         chunk   number of the launch, 0 .. chunks - 1
 
-        Tile rows are numbered over all launches. The lists are as long as the launch can need; entries past the number
-        of visits are not read. Without bit sets, `bits` is a [1, 1] placeholder.
+        Tile rows are numbered over all launches. The lists are as long as the launch can need; entries past the number of visits are
+        not read. Without bit sets, `bits` is a [1, 1] placeholder.
         """
         rows_per_launch = self.shape.rows_per_launch
         take = lambda x: lax.dynamic_slice_in_dim(x, chunk * rows_per_launch, rows_per_launch, 0)
@@ -248,9 +247,7 @@ class BlockSparseOrder(VisitOrder):
         return (batch, g.heads if self.list_heads == 1 else 1, visits)
 
     def semantics(self) -> tuple[str, ...]:
-        """For each grid dimension "parallel" (b and heads), or "arbitrary" for those that run in order on one core (all
-        others).
-        """
+        """For each grid dimension "parallel" (b and heads), or "arbitrary" for those that run in order on one core (all others)."""
         return ("parallel", "parallel", "arbitrary", "arbitrary")[: 4 if self.key_major else 3]
 
     # ------------------------------------------------------------------ from a list entry to a tile
@@ -315,8 +312,14 @@ class BlockSparseOrder(VisitOrder):
         return TileVisit(b, h, i, j, first, last, (entry >> _COLUMN_BITS) & 3, words, member, v)
 
     def keys_of_visit(self, tables: Sequence[jax.Ref], v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """In a kernel whose plan has one head and whose order is query-major: (batch entry, key tile, kind) of visit v,
-        read from the visit lists `tables` in SMEM.
+        """In a kernel: (batch entry, key tile, kind) of visit v as int32 scalars, for a query-major order of a plan with one head whose
+        lists have the batch (or a batch of 1), as a plan with keys in pages has.
+
+        tables   the visit lists of this launch (rows, packed, bits), references to SMEM
+        v        number of the visit in these lists
+
+        The kind is one of visit_order.py. An idle visit has its own batch entry, and the key tile of the last visit before it that is
+        not idle; the caller must not copy for it.
         """
         rows, packed = tables[:2]
         entry = packed[v]
@@ -325,9 +328,7 @@ class BlockSparseOrder(VisitOrder):
         return b, j, (entry >> _COLUMN_BITS) & 3
 
     def visit_follows(self, tables: Sequence[jax.Ref], v: jax.Array) -> jax.Array:
-        """In a kernel: whether the launch has a visit after visit v (int32, below its number of visits), read from the visit
-        lists `tables` in SMEM.
-        """
+        """In a kernel: whether the launch has a visit after its visit number v (int32), by the visit lists `tables` in SMEM."""
         return (tables[1][v] >> 30) & 1 == 1
 
     # ------------------------------------------------------------------ the bit sets on a tile

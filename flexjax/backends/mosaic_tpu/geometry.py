@@ -78,7 +78,7 @@ class TileGeometry:
 
     @property
     def window(self) -> int:
-        """Length of a window: the number of diagonals of a tile, rounded up to whole vectors of 128 lanes."""
+        """Length of a window: rows plus columns of a tile, one more than it has diagonals, rounded up to a multiple of 128 lanes."""
         return -(-(self.tile_rows + self.tile_columns) // LANES) * LANES
 
     @property

@@ -288,8 +288,9 @@ class HoistedOperands:
         q_size, kv_size = (strip.rows, strip.cols) if g.q_axis == 0 else (strip.cols, strip.rows)
 
         def read(value: HoistedValue) -> jax.Array:
-            """A hoisted value of the program on the strip, float32 or int32, in a shape that broadcasts to (rows, cols): a scalar from
-            SMEM, a line, a window spread along the diagonals, or a block, by its axis class.
+            """A hoisted value of the program on the strip, in a shape that broadcasts to (rows, cols): a scalar from SMEM, a
+            line, a window spread along the diagonals, or a block, by its axis class. It is float32 or int32, and for blocks of a
+            captured array of bfloat16 also bfloat16.
             """
             key = (number, value.val.id)
             if value.axis_class == split_program.UNIFORM:

@@ -2,7 +2,7 @@
 
 Inputs, outputs and scratch are named tuples of the kernel's own; the launch passes references to the kernel body in the same
 tuples. The scalar-prefetch arrays are, in this order: those of the order (rows, packed, bits), the two scalar tables of the
-hoisted operands, and what the kernel adds (sinks). Where the visit lists are cut into chunks, the pallas_call runs in a loop
+hoisted operands, and what the kernel adds (sinks, page numbers, lengths). Where the visit lists are cut into chunks, the pallas_call runs in a loop
 that passes the outputs through in place.
 
 A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands
@@ -48,11 +48,14 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """One kernel and its arrays. inputs, outputs and scratch are pytrees of Operand, Output and pltpu.VMEM.
+    """One kernel and its arrays.
 
     name         of the kernel in profiles
     order        which tile each grid step visits
     hoisted      the hoisted operands of the kernel's programs
+    inputs       pytree of Operand
+    outputs      pytree of Output
+    scratch      pytree of scratch shapes: pltpu.VMEM, pltpu.SMEM, semaphores
     prefetched   arrays that the kernel adds to the scalar prefetch
     vmem_limit   bytes of VMEM that the compiler may use
     interpret    whether to run in the simulator

@@ -1,8 +1,8 @@
 """Arrays of heads as kernels read them, in both layouts, with the extra features folded into the head dim.
 
 Kernels read blocks [tokens, dim] of one head. Arrays [B, N, T, D] (BNTH) hold them as they are. Arrays [B, T, N, D] (BTNH)
-hold them too when D is a multiple of 128: [B, T, N * D] is the same memory, and a head is a block of lanes of it. Other BTNH
-arrays are transposed.
+hold them too when D is a multiple of 128 or N is 1: [B, T, N * D] is the same memory, and a head is a block of lanes of it. Other
+BTNH arrays are transposed.
 
 An index map is the function of a block spec from a grid step to the number of a block; it gets the grid indices and the
 prefetched references.
@@ -74,7 +74,7 @@ class HeadLayout:
         return jnp.swapaxes(array, 1, 2) if self.tokens_first else array
 
     def spec(self, block: int, at: HeadTileAt) -> pl.BlockSpec:
-        """The block spec of the array for blocks of `block` tokens of one head.
+        """The block spec of the array that the kernel gets, for blocks [block, dim]: `block` tokens of one head.
 
         at   from a grid step to (batch entry, head, number of the token tile)
         """

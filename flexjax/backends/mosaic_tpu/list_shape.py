@@ -22,12 +22,12 @@ LISTS_BESIDE_PAGES = 256 << 10
 class ListShape:
     """Static sizes of the visit lists of one kernel (block_sparse_order.py).
 
-    sub_blocks           how many mask blocks a tile has, (along q, along kv); 1 where a tile lies inside a block
-    words                int32 words of each of a tile's two bit sets of mask blocks; 0 where a tile lies inside one mask block
-    rows                 tile rows in all
-    longest_row          the most tiles that one tile row can visit
-    rows_per_launch      tile rows of one launch
-    launches_hold_heads  whether no head is split between launches
+    sub_blocks            how many mask blocks a tile has, (along q, along kv); 1 where a tile lies inside a block
+    words                 int32 words of each of a tile's two bit sets of mask blocks; 0 where a tile lies inside one mask block
+    rows                  tile rows in all, over the batch entries and heads that have block lists of their own
+    longest_row           an upper bound of the tiles that one tile row visits, at least 1
+    rows_per_launch       tile rows of one launch
+    launches_hold_heads   whether no head is split between launches
     """
 
     sub_blocks: tuple[int, int]

@@ -303,10 +303,10 @@ def stays_finite(program: Program) -> bool:
     """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
     alone.
 
-    Finite operands give finite results in FINITE_OPS, in operations whose result is of b and h alone, an integer or a bool, in
-    quotients by a literal, and in products of which one factor does not depend on the score. A result that depends on an
-    infinite literal, on any element of a captured array, or on a product of two values that depend on the score, does not count
-    as finite.
+    Finite operands give finite results in FINITE_OPS and `tile_ops.CALLS`, in operations whose result is of b and h alone, an
+    integer or a bool, in quotients by a literal that is not 0, and in products of which one factor does not depend on the score.
+    A result that depends on an infinite literal, on any element of a captured array, or on a product of two values that depend on
+    the score, does not count as finite.
     """
     finite: set[int] = set(range(ir.FIRST_FREE_ID))
 
@@ -315,10 +315,7 @@ def stays_finite(program: Program) -> bool:
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
 
     def keeps_finite(step: Step) -> bool:
-        """Whether the step's results are known to be finite if its operands are: results of FINITE_OPS, values of b and
-        h alone, integers and bools, quotients by a literal, and products of which one factor does not depend on the
-        score. False for loads.
-        """
+        """Whether the step's results are known to be finite if its operands are, by the rules above. False for loads."""
         if isinstance(step, Call):
             return step.name in tile_ops.CALLS
         if isinstance(step, Load):

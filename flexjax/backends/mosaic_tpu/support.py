@@ -59,10 +59,11 @@ class MosaicTpuBackend:
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Tiles that fit the target's VMEM, each a dict of KernelOptions fields for both passes; the default tiles
-        first.
+        """Tiles that fit the target's VMEM, each a dict of block_q, block_kv, block_q_bwd and block_kv_bwd in tokens; the default
+        tiles first.
 
-        The n-th forward tile comes with the n-th backward tile, or the last one where these are fewer.
+        The n-th forward tile comes with the n-th backward tile, or the last one where these are fewer; backward tiles beyond the
+        number of forward tiles are left out.
         """
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         chip = vmem.chip_of(target)
@@ -90,8 +91,9 @@ class MosaicTpuBackend:
         return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands, in their shapes and dtypes; None for the others. Raises NotImplementedError,
-        with the sentence, for those that `refuses_backward` refuses.
+        """The gradients of the wanted operands in their shapes, None for the others: those of captured arrays and of sinks in the
+        dtypes of these, all others in the plan's dtype. Raises NotImplementedError, with the sentence, for those that
+        `refuses_backward` refuses.
 
         given   operands, results, cotangents, what is wanted and the derivative program
         """
@@ -240,13 +242,15 @@ def _heads_do_not_divide(plan: KernelPlan) -> bool:
 
 
 def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | None, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None
-    if they can.
+    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None if they
+    can.
 
+    plan         with the mask blocks of `_kernel_blocks`
+    wanted       which operands get a gradient; only those of captured arrays are read
     derivative   program of score_mod's derivatives; None without score_mod
 
-    Reasons: score_mod has no derivative, the derivative program cannot be split, no tile fits, or `_capture_refusal` of
-    a wanted read.
+    Reasons: score_mod has no derivative, the derivative program cannot be split, no tile fits, or `_capture_refusal` of a wanted
+    read.
     """
     if plan.score is not None and derivative is None:
         return "mosaic_tpu needs the derivative of score_mod, and there is none."

@@ -77,8 +77,9 @@ def unary_call(step: Call) -> bool:
 
 
 def cost(op: Op) -> int:
-    """A rough estimate of how many vector operations the operation takes for each vector of elements: 8 for divisions, 2 for
-    exponentials and conversions, 20 for those in SLOW, 1 for all others.
+    """A rough estimate of how many vector operations the operation takes for each vector of elements: 8 for divisions and
+    remainders; 2 for exponentials, logarithms, square roots, tanh, logistic and conversions; 20 for those in SLOW; 1 for all
+    others.
     """
     if op.prim in ("floordiv", "floormod", "rem", "div"):
         return 8

@@ -141,8 +141,9 @@ class TileScores:
         return refs[-1][step.visit.b] if self.plan.lengths[1] else np.int32(self.plan.kv_len)
 
     def _view(self, number: int, step: KernelStep) -> StripView:
-        """Where the strip of `step` lies, with functions that read the hoisted operands of program `number` (its place in `_split`, the
-        program numbers of the kernel that exist).
+        """Where the strip of `step` lies, with functions that read the hoisted operands of one program on it.
+
+        number   the place of the program in `_split`, which has those of SCORE, MASK and DROPOUT that the call has, in this order
         """
         refs = step.refs
         return self.hoisted.view(number, refs.scalars, refs.hoisted, step.visit.position, step.strip)
@@ -188,8 +189,8 @@ class TileScores:
     def on(self, step: KernelStep) -> jax.Array | None:
         """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do.
 
-        An entry counts if its mask block is on, the mask shows it (which is not evaluated in full blocks), and its key, and
-        with check_q_end its query, exists and is not past the end.
+        An entry counts if its mask block is on, the mask shows it or its block is full, and its key, and with check_q_end its
+        query, exists and is not past the end.
         """
         conditions = []
         masked = self._evaluate(MASK, step)

@@ -76,7 +76,7 @@ class VisitOrder:
     group        query heads of one key head
     key_major    whether runs are columns of tiles
     kinds        the kinds of visits that can occur
-    overhang     whether some tile reaches past an end of the matrix
+    overhang     whether some tile may reach past an end of the matrix or past a length
     chunks       number of kernel launches
     prefetched   number of scalar-prefetch arrays
     arrays       the arrays from which those are made

@@ -95,9 +95,11 @@ def round_up(n: int, to: int) -> int:
 
 
 def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
-    """The size of a tile along one dimension: that of the whole length if it is at most `wanted`; else the largest legal one up
-    to `wanted`; else, if there is none, a larger one. All sizes are in tokens.
+    """The size of a tile along one dimension. If the length, in whole mask blocks, is at most `wanted` or `quantum`, one tile
+    covers it (`_whole_length`). Else it is the largest legal size up to `wanted`; else, if there is none, a larger one. All sizes
+    are in tokens.
 
+    wanted    the size to stay near
     length    queries or keys of the call
     block     size of the mask's blocks, None without a block mask
     quantum   the size must be a multiple of this, unless it is the whole length
@@ -122,8 +124,9 @@ def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
 
 
 def _whole_length(length: int, block: int | None, quantum: int) -> int:
-    """The size of one tile that covers the whole length: the length, rounded up to a multiple of `quantum` if it is longer than
-    that, and to whole mask blocks (`block` tokens each, None without) if the mask has several.
+    """The size of one tile that covers the whole length. With several mask blocks of `block` tokens: the length, rounded up to a
+    common multiple of `block` and `quantum`. With one or none (None): the length, rounded up to a multiple of `quantum` if it is
+    longer than that.
     """
     if block is None or length <= block:
         return round_up(length, quantum) if length > quantum else length
@@ -286,10 +289,10 @@ def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...]
 
 
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
-    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first; the plan's options fix q and kv if
-    given.
+    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first. Options block_q and block_kv take the place
+    of the sizes that `_choices` wants; `_tile_sizes` makes them legal.
 
-    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks.
+    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
     """
     found: list[Tiles] = []
     options = plan.options
@@ -308,13 +311,13 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
 
 
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
-    """Tiles for both backward kernels whose model of VMEM fits the chip, best first; the plan's options fix q and kv if
-    given.
+    """Tiles for both backward kernels whose model of VMEM fits the chip, best first. Options block_q_bwd and block_kv_bwd take
+    the place of the sizes that `_choices` wants; `_tile_sizes` makes them legal.
 
     score   score_mod's derivative program, None without score_mod. Where the derivative program is not known yet, callers pass
             score_mod's own program, so a tile found then may not fit the derivative program later
 
-    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks.
+    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
     """
     found: list[Tiles] = []
     options = plan.options
@@ -327,8 +330,8 @@ def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> 
 
 
 def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
-    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip, or if none suits
-    the plan's mask blocks.
+    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip, or if none suits the
+    plan's mask blocks or the runs of its origin.
     """
     found = forward_candidates(plan, chip)
     if not found:
@@ -338,7 +341,7 @@ def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
 
 def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> Tiles:
     """The tile with which both backward kernels run: the first candidate. Raises NoTile if none fits the chip, or if none suits
-    the plan's mask blocks.
+    the plan's mask blocks or the runs of its origin.
 
     score   as for `backward_candidates`
     """

@@ -118,9 +118,8 @@ def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, m
     row, visit   the tile row, and its key blocks
     mask_q_end   whether queries past the end or that do not exist are off
 
-    An entry counts if the mask program shows it (which is not evaluated in full blocks), its key block is valid, and its key,
-    and with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is evaluated
-    everywhere.
+    An entry counts if the mask program shows it or its block is full, its key block is valid, and its key, and with mask_q_end
+    its query, exists and is not past the end. Without a block mask the mask program decides everywhere.
     """
     plan, lengths = tiled.plan, tiled.lengths
     rows = region_of(tiled.sizes, row, visit.blocks)
