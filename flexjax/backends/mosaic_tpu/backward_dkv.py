@@ -206,7 +206,7 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
     call         the backward pass: plan, arrays, tiles
     columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
     want_kv      whether to compute dk and dv
-    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM
+    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM and that no launch splits a head
 
     What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded arrays: dk
     and dv are not summed over heads that `fold` repeated.

@@ -53,7 +53,9 @@ class Operand:
 
 
 class ScalarTables:
-    """The hoisted values that depend on b and h alone, as two tables [n, batch * heads]: float32 and int32, a row for each value."""
+    """Numbers of each batch entry and head, such as the hoisted values that depend on b and h alone, as two tables [n, batch *
+    heads]: float32 and int32, a row for each of them.
+    """
 
     def __init__(self, geometry: TileGeometry):
         """Two tables without rows; `geometry` gives batch and heads."""

@@ -2,8 +2,8 @@
 
 Inputs, outputs and scratch are named tuples of the kernel's own; the launch passes references to the kernel body in the same
 tuples. The scalar-prefetch arrays are, in this order: those of the order (rows, packed, bits), the two scalar tables of the
-hoisted operands, and what the kernel adds (sinks, page numbers, lengths). Where the visit lists are cut into chunks, the pallas_call runs in a loop
-that passes the outputs through in place.
+hoisted operands, and what the kernel adds (sinks, page numbers, lengths). Where the visit lists are cut into chunks, the
+pallas_call runs in a loop that passes the outputs through in place.
 
 A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands
 are values of the mods that XLA computes before the kernel starts (hoisted_operands.py). A reference is what a Pallas kernel body
@@ -152,7 +152,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
         )
 
     def alias_spec(output: Output) -> pl.BlockSpec:
-        """The block spec of the input that is aliased to an output, so that the output keeps what was in it before."""
+        """The block spec of the input that is aliased to an output, so that the output keeps what was in it before: on a TPU the
+        whole array in place, in the simulator the blocks of the output.
+        """
         # The simulator pads an output to whole blocks, and must pad the array that it aliases alike.
         return output.spec if call.interpret else pl.BlockSpec(memory_space=pl.ANY)
 

@@ -81,14 +81,14 @@ class HeadLayout:
         if self.heads_in_lanes:
 
             def lane_index(*grid: jax.Array) -> tuple:
-                """The index map for [batch, length, heads * dim]."""
+                """The index map for [batch, length, heads * dim]: (batch entry, token tile, head) of a grid step."""
                 b, h, i = at(*grid)
                 return b, i, h
 
             return pl.BlockSpec((None, block, self.dim), lane_index)
 
         def head_index(*grid: jax.Array) -> tuple:
-            """The index map for [batch, heads, length, dim]."""
+            """The index map for [batch, heads, length, dim]: (batch entry, head, token tile, 0) of a grid step."""
             b, h, i = at(*grid)
             return b, h, i, ZERO
 
@@ -184,7 +184,7 @@ class IndexMaps:
         return b, h, ZERO, i
 
     def row_of_head(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [1, T] in blocks of a query tile, the same for all batch entries and heads."""
+        """The index map of an array [1, T] in blocks of a query tile; all batch entries and heads read the same."""
         return ZERO, self.order.tile_at(*grid)[2]
 
     def head(self, *grid: jax.Array) -> tuple:

@@ -233,7 +233,8 @@ def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int
 
 
 def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
-    """Whether the dk/dv kernel with these tiles can also hold the sums of dq of all queries of a key head in VMEM.
+    """Whether the dk/dv kernel with these tiles can, in the VMEM of the chip, also hold the sums of dq of all queries of all
+    query heads of one key head.
 
     score   the derivative program; None without a score_mod
     """

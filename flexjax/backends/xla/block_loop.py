@@ -35,7 +35,7 @@ class TileRow(typing.NamedTuple):
     b0, h0                      int32 scalars: index of the first batch entry and of the first query head
     q_block                     int32 scalar: number of the query block
     full_num, partial_num       int32 scalars: how many key blocks the query block's full and partial list have
-    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending
+    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending if the call has key lengths
 
     The last four are None where there is no such list, and all of them where every block is visited.
 
@@ -100,7 +100,9 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
         blocks = jnp.where(row.q_block * sizes.block_q < of_row(lengths.query).max(), blocks, 0)
 
     def number(num: Array | None, index: Array | None, end: Array) -> Array | None:
-        """How many of the first `num` block numbers of a list, which ascend, are below `end`; None if the list does not exist."""
+        """How many of the first `num` block numbers of a list are below `end`; None if the list does not exist. The list must
+        ascend, so that these are its first entries.
+        """
         if num is None or index is None:
             return None
         real = jnp.arange(index.shape[0], dtype=jnp.int32) < num

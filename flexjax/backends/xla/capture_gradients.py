@@ -90,7 +90,7 @@ def slots(derivative: Program, wanted: Sequence[bool]) -> list[LoadSlot]:
 class CaptureGradients:
     """How the gradients of captured arrays are summed: the slots of all wanted loads, and what is done with their buffers.
 
-    slots   one for each wanted load
+    slots   one for each wanted load by which the derivative is not the literal 0
 
     The buffers themselves, an array for each slot in this order, are a list in the carry of the loops: `start` makes them, `add`
     adds one visit, `finish` turns them into gradients.
@@ -329,7 +329,8 @@ def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequenc
     derivative   program of score_mod's derivatives
     tangents     of each captured array of score_mod, padded as the array is; None where it has none
 
-    Returns an array that broadcasts to the tile; None if no array that is read has a tangent.
+    Returns an array that broadcasts to the tile; None if the sum has no term: no load reads an array that has a tangent, or only
+    loads by which the derivative is the literal 0 do.
     """
     total = None
     for slot in slots(derivative, [t is not None for t in tangents]):

@@ -62,7 +62,9 @@ class PageRows:
         zero = jnp.int32(0)
 
         def tokens(page: Array, slot: Array) -> Array:
-            """[most, heads, D]: tokens of one page from a slot on."""
+            """The tokens of page number `page` from token number `slot` on, `most` of them, of the wanted heads: [most, heads, D]
+            in the dtype of the pool.
+            """
             return lax.dynamic_slice(pool, (page, slot, m0, zero), (1, most, count, pool.shape[3]))[0]
 
         found = jax.vmap(tokens)(number, starts % self.page).astype(dtype)

@@ -54,8 +54,8 @@ class TileSizes:
     block_q, block_kv           queries of a tile, keys of a key block
     chunk                       how many key blocks a tile has
     tail                        how many key blocks a tile has under a block mask where key lengths or the mask may cut it: chunk,
-                                or fewer in the forward pass of few queries on a CPU. Without a block mask such tiles have one
-                                block, whatever `tail` is
+                                or fewer in the forward pass of few queries on a CPU. Without a block mask, tiles that key lengths
+                                may cut have one block, whatever `tail` is
     rows, columns               how many query blocks and key blocks the attention matrix has; the last of each may reach past the
                                 end
     batch_groups, head_groups   how many groups of `batch` entries and of `heads` heads there are
@@ -104,13 +104,13 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     CPU a fourth of that list.
 
     A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys (whole mask
-    blocks under a block mask), whatever the batch and the lists of others are. Tiles that lengths or the mask may cut have at
-    most SHORT_TAIL keys, or one block if a block is larger: `tail` mask blocks, or, without a block mask, one of the `chunk`
+    blocks under a block mask), whatever the batch and the lists of others are. Tiles that key lengths, or a block mask, may cut have
+    at most SHORT_TAIL keys, or one block if a block is larger: `tail` mask blocks, or, without a block mask, one of the `chunk`
     blocks of a larger tile.
 
-    With keys in pages a tile has one batch entry, and key blocks are whole pages or whole parts of one. Sizes then do not depend
-    on how many entries, pages and keys there are, so that the bits of a request do not depend on the other requests. On a CPU few
-    queries have the `short_keys` there too, under a block mask.
+    With keys in pages a tile has one batch entry, and key blocks are whole pages or whole parts of one. The size of a tile then
+    does not depend on how many entries, pages and keys there are, so that the bits of a request do not depend on the other
+    requests. On a CPU few queries have the `short_keys` there too, under a block mask.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
