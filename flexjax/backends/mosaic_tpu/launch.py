@@ -159,11 +159,11 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
         return output.spec if call.interpret else pl.BlockSpec(memory_space=pl.ANY)
 
     def run(chunk: jax.Array | int, before: Sequence[jax.Array]) -> list[jax.Array]:
-        """The outputs after one launch.
+        """The outputs after one launch, a flat list in the order of `outputs`.
 
         chunk    which chunk of the visit lists the launch visits
-        before   the outputs before it; the launch writes into those that are passed through (all if there are several
-                 chunks, else those that are `zeroed`)
+        before   the outputs before it; the launch writes into those that are passed through (all if there are several chunks,
+                 else those that are `zeroed`). [] if none is
         """
         tables, visits = order.prefetch_arrays(chunk)
         pallas_call = pl.pallas_call(

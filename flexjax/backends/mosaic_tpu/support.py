@@ -277,7 +277,7 @@ def _capture_refusal(
     """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None
     if they can.
 
-    geometry     of the backward kernels
+    geometry     of the dq kernel
     load_class   the class of the load: "scalar", "row", "column", "diagonal" or "tile"
     derivative   the program that the load belongs to
 

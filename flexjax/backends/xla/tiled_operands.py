@@ -222,7 +222,9 @@ class TiledOperands:
         tokens = adjacent * s.block_kv
 
         def part(first: Array) -> Array:
-            """The keys of `adjacent` blocks, [batch, key heads, tokens, D]; `first`: index of the first key."""
+            """The keys of `adjacent` blocks, [batch, key heads, tokens, D] in operand_dtype; `first`: number of the first key in
+            the call.
+            """
             keys, at, size = 3 - heads, [row.b0, m0, m0, 0], [s.batch, nm, nm, x.shape[3]]
             at[keys], size[keys] = first, min(tokens, x.shape[keys])
             found = lax.dynamic_slice(x, int32s(at), size)
