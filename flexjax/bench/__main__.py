@@ -27,12 +27,13 @@ ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line to a namespace with a field for each option; unknown suites, peers and passes end the process with a
-    message.
+    message and status 2.
 
     argv   the arguments; None: those of the process
 
-    `peers` and `passes` are names joined by commas; without --peers `peers` names all that the suite offers. `minutes` is 60 if not given,
-    9 for the suite first-hour. `seconds`, `json` and `plot` are None if not given.
+    `peers` and `passes` are names joined by commas; without --peers `peers` names all that the suite offers (of the suites order, mesh,
+    step and first-hour, which do not read it, those of cpu). `minutes` is 60 if not given, 9 for the suite first-hour. `seconds`, `json`
+    and `plot` are None if not given.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument(
@@ -70,10 +71,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line, prints the table and writes the files that it asks for. Returns the exit status: 1 if a
-    result is wrong or missing, else 0; that of `main` of the suites "order", "mesh", "step" and "first-hour".
+    """Runs the command line: measures, prints the table to stdout and writes the files of --json and --plot. Returns the exit status.
 
     argv   the arguments; None: those of the process
+
+    The status of a cpu suite is 1 if a measurement failed or an error exceeds ALLOWED_ERROR, else 0; a skipped peer does not count. That
+    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step" and "first-hour" comes from the `main` of the suite,
+    which prints its own tables and reads no --plot and, except for "first-hour", no --json.
     """
     args = parse(argv)
     if args.suite == ORDER:
@@ -139,7 +143,9 @@ def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers:
     until, start = time.time() + 60 * args.minutes, time.monotonic()
 
     def say(now: str) -> None:
-        """Shows what runs now, on one line of the terminal; nothing when the output is a file."""
+        """Writes the elapsed seconds and the first 110 characters of `now`, what runs, over the present line of stderr, without ending
+        it; nothing if stderr is not a terminal.
+        """
         if sys.stderr.isatty():
             print(f"\r{time.monotonic() - start:5.0f} s  {now:110.110}", end="", file=sys.stderr, flush=True)
 
@@ -169,8 +175,13 @@ def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers:
 
 
 def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """The result of one peer of the cpu suite on one workload and pass (`which`): {"skipped": why} if `Workload.skip` names the peer,
-    else what it measured in a process of its own, or {"failed": why} (measure_apart).
+    """The result of one peer of a cpu suite on one workload and pass: {"skipped": why} if `problem.skip` names the peer; else what a
+    process of its own measured (the dict that measure.py describes), or {"failed": why}.
+
+    suite     name of the suite that has the workload
+    problem   the workload
+    peer      name of the implementation
+    which     the pass, "forward" or "forward+backward"
     """
     reason = dict(problem.skip).get(peer)
     return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)

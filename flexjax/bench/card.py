@@ -28,9 +28,10 @@ PERIOD = 0.01
 class Load(typing.NamedTuple):
     """What the card did while something ran.
 
-    clock     median SM clock of the second half of the time, in MHz; lower and upper quartile in `quartiles`
-    power     median power of that time, in watts
-    reasons   why the clock was lower than asked for, of REASONS
+    clock       median SM clock of the second half of the time, in MHz
+    quartiles   the lower and the upper quartile of these clocks
+    power       median power of that time, in watts; 0.0 where NVML gave none
+    reasons     why the clock was lower than asked for in that time: values of REASONS
     """
 
     clock: float
@@ -48,8 +49,8 @@ class Card:
 
     @classmethod
     def open(cls) -> "Card | None":
-        """The first GPU that CUDA_VISIBLE_DEVICES names, by number or UUID, or GPU 0 where it is not set; None where NVML cannot be
-        loaded or does not know it.
+        """The first GPU that CUDA_VISIBLE_DEVICES names, by UUID or by number, which NVML counts in the order of the PCI bus; GPU 0 where
+        the variable is not set or empty. None where NVML cannot be loaded or does not know the GPU.
         """
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -106,8 +107,8 @@ class Card:
         done, found = threading.Event(), list[Load]()
 
         def sample() -> None:
-            """Appends (SM clock in MHz, milliwatts, bits of REASONS) to `samples`, None for what NVML does not say, until the context
-            ends.
+            """Appends (SM clock in MHz, milliwatts, NVML's bits of why the clock is low, of which REASONS names some) to `samples`, None
+            for what NVML does not say, until the context ends; it sleeps PERIOD seconds after each.
             """
             while not done.is_set():
                 reasons = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)

@@ -221,11 +221,14 @@ def predict(
     clock: float = 0.0,
     pairs: bool = False,
 ) -> Prediction | None:
-    """What a pass should take, as a Prediction; None for a head dim or a card without steps (card_steps.STEPS).
+    """What a pass should take, as a Prediction; None if card_steps.STEPS has no steps for the card, the instruction or the head
+    dim.
 
+    card          of CARDS
     call          its mask, sizes and head dim
     backward      whether the backward pass is meant, all its kernels together, or the forward pass
-    instruction   as of KernelOptions; None: WGMMA on Hopper, else mma.sync. COUNTED: a kernel like FlashAttention-4
+    instruction   as of KernelOptions; None: WGMMA on Hopper, else mma.sync. COUNTED: a kernel like FlashAttention-4, by count, which
+                  gives a Prediction for any card and head dim
     clock         of the SMs in GHz; 0: `card.clock`
     pairs         KernelOptions.cta_pairs: dK/dV on tcgen05 at head dim 128 by pairs of CTAs
     """

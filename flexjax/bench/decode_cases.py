@@ -83,7 +83,7 @@ class DecodeCase:
     def skipped(self, peer: str) -> str | None:
         """Why a peer is not timed on this case, as a phrase for the tables; None if it is.
 
-        peer   a name of PEERS
+        peer   a name of PEERS, or the reference, which is never left out
 
         CUDNN_PAGES takes only caches in pages of bfloat16 without mod, ragged queries and shared pages; the other peers but flexjax take
         no pages, and CUDNN no soft cap.
@@ -186,7 +186,7 @@ class Floor(typing.NamedTuple):
     of: str = ""
 
     def milliseconds(self, bytes_read: float, times: typing.Mapping[str, float]) -> float | None:
-        """The most milliseconds that the case may take; None if the other case has no time.
+        """The most milliseconds that the case may take; None if nothing is asked, or if the other case has no time.
 
         bytes_read   of the case, see `DecodeCase.counts`
         times        milliseconds of each case that has a time, by name

@@ -261,10 +261,14 @@ def adapter(peer: str, cases: Sequence[DecodeCase]) -> Callable[[DecodeCase, str
     ahead = {case.name: threads.submit(compiled_case, peer, case) for case in cases}
 
     def measure(case: DecodeCase, folder: str) -> Measured:
-        """(times, sample outputs) of a case, as `adapter` says. Waits until the case is compiled and until no other process uses the
-        device; each case is measured once, because its compiled program is dropped.
+        """({"decode": seconds of one call on one copy, "how": how it was measured, "first_call": seconds of tracing and compiling},
+        {"out": float32 [entries, T, N, D], the outputs of the requests case.entries() on the last copy}); for the reference the first
+        dict is {}.
 
-        folder   that of the run, which has the lock
+        folder   that of the run, which has the lock on the device
+
+        Waits until the case is compiled and until no other process uses the device. A case is measured once, because its compiled program
+        is dropped.
         """
         compiled = ahead.pop(case.name).result()
         with alone(folder):

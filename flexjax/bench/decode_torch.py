@@ -22,8 +22,9 @@ def measure(case: DecodeCase, folder: str) -> tuple[dict[str, Any], dict[str, np
 
     folder   the folder of the run, which has the lock on the device
 
-    Returns ({"decode": seconds of one call, "how": how it was measured, "first_call": seconds of compiling and the first call},
-    {"out": float32 [entries, T, N, D], the outputs of the requests case.entries() on the last copy}).
+    Returns ({"decode": seconds of one call on one copy, "how": how it was measured, "first_call": seconds of compiling and the first
+    calls of all copies, block mask included}, {"out": float32 [entries, T, N, D], the outputs of the requests case.entries() on the last
+    copy}).
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -124,11 +124,11 @@ def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
 
 
 class Rounding(typing.NamedTuple):
-    """What a result may differ from the exact one by, elementwise.
+    """What a result may differ from the exact one by.
 
     exact     the results in float64
-    allowed   for each result the largest difference that is rounding
-    norms     for each result the largest norm of the difference that is rounding; none for results of less than FEWEST numbers
+    allowed   for each result by its name the largest difference of an element that is rounding
+    norms     by name the largest norm of the difference that is rounding; none for lse and for results of fewer than FEWEST numbers
     """
 
     exact: Results
@@ -137,10 +137,15 @@ class Rounding(typing.NamedTuple):
 
 
 def with_rounding(problem: Dense, dtype: str, seed: int = 0) -> Rounding:
-    """The exact results; three times the largest difference that DRAWS drawn rounding errors of `dtype` make anywhere in a result, with
-    half a unit in the last place of its largest value; and twice the largest norm of these differences.
+    """The exact results of a problem, and how far results of `dtype` may be from them.
 
-    float32 results are compared at 2^-16, because kernels may multiply it as sums of bfloat16 parts, whose products err by 2^-17.
+    problem   in float64
+    dtype     a key of EPS: what kernels round to. Float32 and float64 are treated as having a step of 2^-16, because kernels may multiply
+              float32 as sums of bfloat16 parts, whose products err by 2^-17
+    seed      of the rounding errors, which are drawn DRAWS times
+
+    An element may differ by three times the largest difference that the drawn errors make anywhere in its result, half a step of the
+    largest value of the result, and 1e-6. The norm of a difference may be twice the largest norm that the drawn errors make, and 1e-6.
     """
     exact = attention(problem)
     step = max(EPS[dtype], 2.0**-16)
@@ -162,12 +167,13 @@ def with_rounding(problem: Dense, dtype: str, seed: int = 0) -> Rounding:
 
 
 def compare(got: Results, want: Rounding) -> tuple[float, list[str]]:
-    """(the largest difference or norm over what is allowed, a sentence for each thing that is wrong).
+    """(ratio, a sentence for each thing that is wrong; [] if nothing is).
 
     got   results by name, of the shapes of `want.exact`; results that are not there are not compared
 
-    A result is wrong where its shape differs, it has NaN, it has an infinity elsewhere or of the other sign, or it differs by more than
-    is allowed.
+    A result is wrong where its shape differs, it has NaN, it has an infinity elsewhere or of the other sign, or an element or the norm of
+    the difference exceeds what `want` allows. The ratio is the largest difference or norm over what is allowed, so at most 1 if nothing
+    is wrong, and inf for a wrong shape, NaN or a wrong infinity.
     """
     worst, wrong = 0.0, []
     for name, x in got.items():

@@ -1,13 +1,14 @@
 """The gpu and decode suites: one process for each peer (implementation), which measures all workloads and prints a line of JSON for
 each.
 
-A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of
-the backward pass, which is the time of both less that of the forward pass; the seconds from tracing to the first result of both
-passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32 attention,
-which the process `reference` computes in chunks of queries, and adds the largest error. The decode suite has one pass, "decode".
+A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of the
+backward pass, which is the time of both less that of the forward pass (torch times it alone); the seconds from tracing to the first
+result of both passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32
+attention, which the process `reference` computes in chunks of queries, and adds the largest error. The decode suite has one pass,
+"decode".
 
 Processes of a group run at the same time, so that one compiles while another is timed, under a lock; groups run one after another. A
-process that dies is started again with the workload after the one it died of.
+process that dies is started again with the workload after the one it died of, until it was started four times.
 """
 
 import json
@@ -39,15 +40,21 @@ def measure_all(
     until: float,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Row]:
-    """Measures all workloads with all peers; returns (the rows of the report, a dict for each workload and pass as report.py says; the
-    device and versions by name). It returns when all processes have ended.
+    """Measures all workloads with all peers. It returns when all processes have ended.
 
     suite      name of the suite
-    problems   the workloads
+    problems   workloads of that suite
     peers      names of the peers
-    groups     the peers and REFERENCE, in groups whose processes run at the same time, one group after the other
-    until      time.time() at which processes are ended; what is not measured by then is left out
-    say        called with a line about what runs now
+    groups     the peers and REFERENCE, in groups whose processes run at the same time, one group after the other; each peer is in one of
+               them
+    until      time.time() at which processes are ended; a workload that is not measured by then has {"failed": "not reached in the time
+               given"}
+    say        called five times a second with a line about what runs now, such as "flexjax: causal d128, jax.nn: causal d64"
+
+    Returns (rows, facts). facts: device and versions by name. rows: for each workload and each of its passes {"problem": its name,
+    "which": the pass, "flops" or, for a decode case, "bytes", "peers": {name: result}}. A result is what the process printed, with
+    "median" (seconds of this pass), and "error" and "errors" against the reference where both gave samples; {"failed": why}; or
+    {"skipped": why}.
     """
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, dict[str, Row]] = {}
@@ -110,7 +117,7 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 
 def _sample_path(folder: str, peer: str, problem: Problem) -> str:
     """The .npz file in the folder of the run in which the process of a peer (or of REFERENCE) saves its sample rows of a workload, and
-    from which the parent reads them.
+    from which the parent reads them; spaces in the two names become "_".
     """
     return os.path.join(folder, f"{peer} {problem.name}.npz".replace(" ", "_"))
 
@@ -217,13 +224,14 @@ def other_processes() -> list[str]:
 
 
 def main(argument: str) -> int:
-    """Runs in the process of a peer: measures the workloads of a JSON object and prints a line of JSON for each, after
-    one of facts.
+    """Runs in the process of a peer: measures the workloads of a JSON object, saves their samples, and prints a line of JSON for each,
+    after one of facts.
 
     argument   JSON: suite, peer, problems (names) and folder, to which the samples are written
 
-    A workload that raises has {"failed": why} in its line. Returns the exit status: NOT_INSTALLED, NOT_STARTED if the peer
-    finds no device, or 0.
+    A line has "problem", the name of the workload or "facts", and what was measured; {"failed": why} beside the name if the workload
+    raised. Returns the exit status: 0; NOT_INSTALLED if a module of the peer is missing, or NOT_STARTED if preparing the peer fails in
+    another way, as when it finds no device. The reason is then the last line of stderr.
     """
     task = json.loads(argument)
     by_name: dict[str, Problem] = {p.name: p for p in (SUITES | DECODE_SUITES)[task["suite"]]}
@@ -253,6 +261,7 @@ def _host(decode: bool, peer: str, problems: Sequence[Any]) -> tuple[Callable[..
     """(the function (workload, folder) -> (result, samples) of a peer, the device and versions by name).
 
     decode     whether the suite is one of DECODE_SUITES
+    peer       a name of the suite's peers, or REFERENCE
     problems   what will be measured, in this order
 
     Imports the peer: raises ModuleNotFoundError if it is not installed, and RuntimeError if torch finds no GPU.

@@ -42,12 +42,13 @@ WRONG = 2e-2
 def main(
     small: bool, minutes: float, stages: Sequence[str] = tuple(STAGES), path: str | None = None, processes: bool = True
 ) -> int:
-    """Runs the stages and writes the report; returns the exit status that the top of this file explains.
+    """Runs the stages, writes the report after each of them, and prints its Markdown page at the end; returns the exit status that the
+    top of this file explains.
 
     small       few tokens, for a CPU
     minutes     time budget of the whole run
-    stages      which of STAGES run
-    path        of the JSON file; the Markdown file beside it ends in .md. None: first-hour-<card>.json here
+    stages      which of STAGES run; "facts" always does
+    path        of the JSON file; the Markdown file beside it ends in .md instead. None: first-hour-<card>.json in the working directory
     processes   False: tasks run in this process, and no peers are timed; for tests
     """
     start = time.time()
@@ -91,7 +92,12 @@ class Run(typing.NamedTuple):
     processes: bool
 
     def all(self, tasks: Sequence[Task], until: float, workers: int, most_seconds: float = 120.0) -> list[Answer]:
-        """The answers of all tasks, in their order, as first_hour_pool.run_all gives them.
+        """The answers of all tasks, in their order: for each the dict that its function in first_hour_tasks.TASKS returns, {"failed":
+        why}, or {"unreached": why} where the time was up (first_hour_pool.py).
+
+        until          time.time() at which tasks are ended
+        workers        the most processes at once
+        most_seconds   after which a task is ended, and has failed
 
         Without `processes` every task runs in this process, whatever `until`, `workers` and `most_seconds` say.
         """
@@ -102,7 +108,7 @@ class Run(typing.NamedTuple):
         return [run_here(task) for task in tasks]
 
     def one(self, task: str, until: float, **arguments: object) -> Answer:
-        """The answer of one task (first_hour_pool.py), which has at most 120 seconds.
+        """The answer of one task: the dict that its function returns, {"failed": why}, also after 120 seconds, or {"unreached": why}.
 
         task        a name in first_hour_tasks.TASKS
         until       time.time() at which it is ended
@@ -112,8 +118,8 @@ class Run(typing.NamedTuple):
 
 
 def families(found: Answer) -> list[Answer]:
-    """The ways to ask for GPU kernels that this card takes, the default first: those of found["facts"]["families"]
-    (first_hour_tasks.families) whose verdict is "ok". Of several that run the same kernels the first. [] where facts failed.
+    """The ways to ask for GPU kernels that this card takes: those dicts in found["facts"]["families"] (first_hour_tasks.families) whose
+    "verdict" is "ok". Of several whose "kernels" is the same text only the first of them is returned. [] where the task failed.
     """
     taken = [f for f in found["facts"].get("families", []) if f["verdict"] == "ok"]
     return list({f["kernels"]: f for f in reversed(taken)}.values())[::-1]
@@ -125,8 +131,9 @@ def peer_name(options: dict[str, typing.Any]) -> str:
 
 
 def numerics(run: Run, found: Answer, until: float) -> Answer:
-    """The stage "numerics": {"rows": a dict for each case, dtype and way to ask for kernels that the card takes, and for the default
-    choice of some cases}, with what first_hour_tasks.numerics found (`_rows`).
+    """The stage "numerics": {"rows": list}, with a dict for each case, dtype and way to ask for kernels that the card takes, and for the
+    default choice of some cases. A row has name, dtype, `by` (`_rows`), and the answer of its task: verdict, ratio and notes, or "failed"
+    or "unreached".
 
     run     how tasks run; `small` reduces the cases
     found   what earlier stages gave; "facts" is read
@@ -165,15 +172,17 @@ def _rows(tasks: Sequence[Task], answers: Sequence[Answer]) -> list[Answer]:
 
 
 def ceilings(run: Run, found: Answer, until: float) -> Answer:
-    """The stage "ceilings": the answer of first_hour_tasks.ceilings, rates of large matrix products and of a large read. `found` is not
-    read; `until` is time.time() at which the task is ended.
+    """The stage "ceilings", the answer of first_hour_tasks.ceilings: for each large matrix product and a large read, by name, a dict with
+    `rate`, `unit` and clock; or {"failed": why} or {"unreached": why}. `found` is not read; `until` is time.time() at which the task is
+    ended.
     """
     return run.one("ceilings", until, seconds=0.05 if run.small else 1.5, small=run.small)
 
 
 def times(run: Run, found: Answer, until: float) -> Answer:
     """The stage "times": {"rows": rows of the gpu suite (report.py) for WORKLOADS, "peers": names of all that are timed, flexjax by each
-    way to ask for kernels first, "facts": device and versions}. Without processes of their own there are no rows.
+    way to ask for kernels first, "facts": device and versions}. If `run.processes` is False, nothing is timed: there are no rows and no
+    facts.
 
     found   what earlier stages gave; "facts" is read
     until   time.time() at which processes are ended
@@ -191,8 +200,9 @@ def times(run: Run, found: Answer, until: float) -> Answer:
 
 
 def sustained(run: Run, found: Answer, until: float) -> Answer:
-    """The stage "sustained": {"rows": a dict for each of four workloads and each way to ask for kernels, with what
-    first_hour_tasks.sustained measured (`_rows`)}, one task after the other.
+    """The stage "sustained": {"rows": list}, with a dict for each of four workloads (one, if small) and each way to ask for kernels, one
+    task after the other. A row has name, `by` (`_rows`), and the answer of its task: "forward" and "both", a dict of seconds and clock
+    each, or "failed" or "unreached".
 
     found   what earlier stages gave; "facts" is read
     until   time.time() at which what is left out is "unreached"
@@ -211,8 +221,9 @@ def sustained(run: Run, found: Answer, until: float) -> Answer:
 
 
 def tune(run: Run, found: Answer, until: float) -> Answer:
-    """The stage "tune": {"rows": a dict for each workload of TUNED and each way to ask for kernels, with what first_hour_tasks.tune found
-    (`_rows`)}. The tasks share 0.7 of the time that is left, at most 25 seconds each.
+    """The stage "tune": {"rows": list}, with a dict for each workload of TUNED (one, if small) and each way to ask for kernels. A row has
+    name, `by` (`_rows`), and the answer of its task: backend, passes, options and finished, or "failed" or "unreached". The tasks share
+    0.7 of the time that is left, at most 25 seconds each.
 
     found   what earlier stages gave; "facts" is read
     until   time.time() at which what is left out is "unreached"

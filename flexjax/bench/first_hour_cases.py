@@ -159,8 +159,8 @@ SMALL = ("plain d64", "ALiBi, learned", "lengths")
 
 
 def small(case: Case) -> Case:
-    """The case for a CPU: the same batch, two query heads and one key head, at most 48 queries and keys, head dims 16, lengths cut to
-    half of that, and one dtype, bfloat16 or, if it is a case of float32 alone, float32.
+    """The case for a CPU: the same batch, two query heads and one key head, at most 48 queries and keys, head dims 16, half of min(n, 48)
+    for each length n, and one dtype, bfloat16 or, if it is a case of float32 alone, float32.
     """
     B, _, _, T, S, _, _ = case.shape
     ends = tuple(None if end is None else tuple(min(n, 48) // 2 for n in end) for end in case.lengths)

@@ -17,7 +17,9 @@ Found = dict[str, typing.Any]
 
 
 def file_name(found: Found) -> str:
-    """The name of the JSON file: first-hour-<card>.json."""
+    """The name of the JSON file: first-hour-<card>.json, the card in lower case with "-" for what is no letter or digit; "unknown"
+    without facts about the card.
+    """
     card = found["facts"].get("card", {}).get("card", "unknown")
     return f"first-hour-{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
 

@@ -42,8 +42,12 @@ KERNELS = "mosaic_gpu"
 
 
 def facts() -> Answer:
-    """The card and the versions, by name, and `families`: for each way to ask for GPU kernels the options and what came of a plain
-    causal call, "ok" or the refusal.
+    """{"card": ..., "versions": ..., "families": ...}. Runs a matrix product first.
+
+    card       text by name: the name of the card, its compute capability and, where jax or NVML says, driver, highest SM clock, power
+               limit, SMs and memory
+    versions   text by package; those that are not installed are left out
+    families   what `families` returns: for each way to ask for GPU kernels what came of a plain call
     """
     device = jax.devices()[0]
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))
@@ -104,7 +108,7 @@ def families() -> list[Answer]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 300 characters."""
+    """The first line of an error's text, or the name of its type if it has no text; at most 300 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -112,14 +116,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def numerics(name: str, dtype: str, options: Options, kernels: bool, small: bool) -> Answer:
-    """Runs a case, output, lse and all gradients, and compares it with the oracle.
+    """Runs a case twice, output, lse and all gradients, and compares the first run with the oracle and the bits of the two.
 
     name      in first_hour_cases.CASES
-    options   fields of KernelOptions; the case's own are added
+    dtype     of q, k and v
+    options   fields of KernelOptions; the case's own are added, and win
     kernels   whether the GPU kernels must run it; else whichever backend the default choice takes
     small     whether the case is reduced for a CPU
 
-    Returns verdict ("ok", "WRONG: what", "refused: why"), ratio (the largest difference over what is rounding) and notes: fallbacks.
+    Returns verdict ("ok", "WRONG: what", "refused: why"); notes, the first lines of the fallback warnings; and, unless it is refused,
+    ratio: the largest difference over what rounding explains.
     """
     case = first_hour_cases.CASES[name]
     case = first_hour_cases.small(case) if small else case
@@ -240,8 +246,8 @@ def _times(call: Callable[[], object], seconds: float) -> tuple[float, int]:
 
 
 def _watched(call: Callable[[], object], seconds: float) -> Answer:
-    """Runs a call back to back for about `seconds`, after two that are not timed: {"seconds": of one call}, and clock, quartiles, power
-    and reasons of the card meanwhile (card.Load) where NVML says.
+    """Runs a call back to back for about `seconds`, after two that are not timed: {"seconds": of one call} and, where NVML says, clock
+    (MHz), quartiles, power (W) and reasons of the card meanwhile (card.Load).
     """
     jax.block_until_ready(call())
     card = Card.open()
@@ -254,7 +260,8 @@ def _watched(call: Callable[[], object], seconds: float) -> Answer:
 
 def ceilings(seconds: float, small: bool) -> Answer:
     """What any kernel can reach here: by "matmul bfloat16 N", "matmul float16 N" (square, N = 8192, small 256) and "memory read" (a sum
-    over 2 GiB, small 16 MiB of float32) a dict of rate, unit ("FLOP/s" or "B/s"), and what `_watched` says.
+    over 2 GiB, small 16 MiB of float32) a dict of rate, unit ("FLOP/s" or "B/s"), seconds of one call and, where NVML says, clock,
+    quartiles, power and reasons (card.Load).
 
     seconds   for each of them
     """
@@ -278,8 +285,8 @@ def workload(suite: str, name: str) -> Workload:
 
 
 def sustained(suite: str, name: str, options: Options, seconds: float) -> Answer:
-    """The forward pass, and both passes, of a workload back to back: {"forward": a dict, "both": a dict}, each as `_watched` gives it:
-    seconds of a call, and clock and power where NVML says.
+    """The forward pass, and both passes, of a workload back to back: {"forward": a dict, "both": a dict}, each with seconds of one call
+    and, where NVML says, clock, quartiles, power and reasons (card.Load).
 
     suite, name   of the workload
     options       fields of KernelOptions
@@ -309,9 +316,10 @@ def tune(suite: str, name: str, options: Options, seconds: float) -> Answer:
     suite, name   of the workload
     options       fields of KernelOptions
 
-    Returns backend; passes: for each pass that was timed the seconds of the default tile and of the fastest, the first over the second
-    (gain), the fastest tile and how many were timed; options: the fields of KernelOptions that were chosen; finished: whether all
-    candidates were tried.
+    Returns a dict. backend: its name. passes: for each pass that was timed, by name, a dict of `default` (seconds of the tile that ran
+    first, which is the default one if it runs), `fastest` (seconds of the fastest tile), `gain` (the first over the second), `tile`
+    (fields of the fastest tile) and `timed` (number of tiles that ran). options: the fields of KernelOptions that differ from the
+    defaults after tuning. finished: whether all candidates were tried.
     """
     problem = workload(suite, name)
     arrays, array = gpu_peers.on_device(problem)

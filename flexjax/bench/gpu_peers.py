@@ -130,7 +130,7 @@ PEERS: dict[str, Callable[[Workload], Attention]] = {
 
 
 def facts() -> dict[str, str]:
-    """The device and the version of jax, by name; runs a matrix product first, so that the device is awake."""
+    """{"device": the kind of the first device, "jax": the version of jax}; runs a matrix product first, so that the device is awake."""
     device = jax.devices()[0]
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))
     return dict(device=device.device_kind, jax=jax.__version__)
@@ -208,7 +208,8 @@ def on_device(problem: Workload) -> tuple[dict[str, jax.Array], jax.Array | None
 def sampled(problem: Workload, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """The sample rows of each result, float32, by name; a learned array of fewer than three axes as a whole.
 
-    results   arrays [B, T, ...] by name: "out", "dq", "dk", "dv", and "learned" for the gradient of what the mod reads
+    results   "out", "dq", "dk", "dv" [B, T, heads, D], and "learned" for the gradient of what the mod reads, whose second axis is taken
+              as queries if it has three
     """
     rows = sample_rows(problem.length)
     pick = lambda name, x: x if name == "learned" and x.ndim < 3 else x[:, rows]

@@ -12,8 +12,14 @@ Operand = jax.Array | dict[str, jax.Array] | None
 
 
 def _by_cupti(call: Callable[..., object], *operands: Operand, calls: int, aggregate: bool) -> typing.Any:
-    """A list with an entry for each of `calls` calls: its kernels as (name, milliseconds), or with `aggregate` the sum of their
-    milliseconds. Raises what jax's profiler raises where CUPTI does not work.
+    """Runs a call once, then `calls` times under CUPTI.
+
+    call, operands   a jitted or compiled function, and its arguments
+    calls            at least 2
+
+    Returns a list with an entry for each of the `calls` calls: its kernels in the order of their launches as (name, milliseconds), or
+    with `aggregate` the sum of their milliseconds, a float. None if CUPTI saw no kernel. Raises what jax's profiler raises where CUPTI
+    does not work, or if the calls launch different kernels.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -24,9 +30,12 @@ def _by_cupti(call: Callable[..., object], *operands: Operand, calls: int, aggre
 
 
 def kernel_times(call: Callable[..., object], *operands: Operand, calls: int = 20) -> dict[str, float]:
-    """The seconds of each kernel of a call by its name, summed over its launches: medians over those of `calls` calls that launch it.
+    """The seconds of each kernel of a call by its name, summed over its launches in one call: the median over `calls` calls, after one
+    that is not timed.
 
-    call   a jitted or compiled function
+    call       a jitted or compiled function
+    operands   its arguments
+    calls      at least 2
 
     Raises what jax's profiler raises where CUPTI does not work.
     """
@@ -42,12 +51,14 @@ def kernel_times(call: Callable[..., object], *operands: Operand, calls: int = 2
 
 
 def device_time(call: Callable[..., object], *operands: Operand, calls: int = 20) -> tuple[float, str]:
-    """Measures a call on the device; returns (median seconds of its kernels, how they were measured).
+    """Measures a call on the device; returns (seconds of a call, how they were measured: "cupti" or "launches back to back").
 
-    calls   number of calls that CUPTI measures
+    call       a jitted or compiled function, or another that jax.jit takes
+    operands   its arguments
+    calls      number of calls that CUPTI measures, at least 2
 
-    Where CUPTI fails the time is that of back-to-back launches: the median of 7 rounds of 10. One call before is not
-    timed.
+    By CUPTI the seconds are the median over the calls of the sum of its kernels' times. Where that fails they are those of back-to-back
+    launches by the wall clock: the median of 7 rounds of 10. Calls before these warm up.
     """
     jax.block_until_ready(call(*operands))
     try:

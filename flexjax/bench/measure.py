@@ -1,11 +1,11 @@
 """One measurement of the cpu suite: a workload, a peer (an implementation of PEERS) and a pass, in a process of its own.
 
-Every call runs to its end before the next. The first call compiles and two more warm up; then calls are timed one by one until
-the budget is spent, at least five of them. The result also has the peak memory of the process (of the device, if the device
-counts its memory), and the error of the results at a sample of rows against float64 numpy.
+Every call runs to its end before the next. The first call compiles and two more warm up; then calls are timed one by one until the budget
+is spent, at least 5 and at most 200 of them. The result also has the peak memory of the process (of the device, if the device counts its
+memory), and the error of the results at a sample of rows against float64 numpy.
 
-A pass is "forward" or "forward+backward". A result is a dict: median, fastest and first_call in seconds, calls (how many were
-timed), peak_bytes, and error, relative to the largest value.
+A pass is "forward" or "forward+backward". A result is a dict: median, fastest and first_call in seconds, calls (how many were timed),
+peak_bytes, and error, relative to the largest value.
 """
 
 import dataclasses
@@ -32,10 +32,11 @@ from flexjax.bench.suites import SUITES, Workload
 def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
     """Runs `measure` in a child process; returns its result, or {"failed": why}.
 
-    suite, problem   the name of the suite and the workload
-    peer             name of the implementation
-    which            the pass
-    timeout          a child that takes longer than this many seconds is ended
+    suite     name of the suite in which the child finds the workload
+    problem   the workload, of which the child gets the name and `seconds`
+    peer      name of the implementation
+    which     the pass
+    timeout   a child that takes longer than this many seconds is ended
     """
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
@@ -87,8 +88,9 @@ def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
 
 
 def _timed(call: Callable[[], object], seconds: float) -> list[float]:
-    """Times single calls until `seconds` have passed, 5 to 200 of them, after two calls that are not timed; returns the seconds
-    of each.
+    """Times single calls until `seconds` have passed, 5 to 200 of them, after two calls that are not timed; returns the seconds of each.
+
+    call   makes one call and waits for its results
     """
     for _ in range(2):
         call()
@@ -102,7 +104,9 @@ def _timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 
 def _peak_bytes() -> int:
-    """The peak memory in bytes: of the device if it counts it, else of this process, with interpreter and compiler."""
+    """The peak memory in bytes so far: of the device if it counts it, else the resident memory of this process, with interpreter and
+    compiler.
+    """
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -111,10 +115,11 @@ def _peak_bytes() -> int:
 
 
 def _error(problem: Workload, sample: list[np.ndarray]) -> float:
-    """The largest error of out and of the gradient of q at the sample rows, relative to the largest value; inf for NaN or
-    infinity.
+    """The largest error of out and of the gradient of q at the sample rows, each over the largest magnitude of its float64 reference at
+    these rows; inf for NaN or infinity.
 
-    sample   out and, if the pass has it, the gradient of q, float64 [B, sample rows, N, D]
+    problem   the workload, from which numpy computes the reference
+    sample    out and, if the pass has it, the gradient of q, float64 [B, sample rows, N, D]
     """
     worst = 0.0
     for got, want in zip(sample, rows_by_numpy(problem, sample_rows(problem.length)), strict=False):
@@ -149,7 +154,9 @@ def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def machine() -> dict[str, str]:
-    """The device, the number of cores and the versions, by name, for the line below the table."""
+    """What the line below the table says, text by name: "device" (the kind of a GPU or TPU, else the model of the CPU), "cores" (those
+    that this process may use), and the versions "python", "jax" and "numpy".
+    """
     device = jax.devices()[0]
     return dict(
         device=device.device_kind if device.platform != "cpu" else cpu_name(),

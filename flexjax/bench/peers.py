@@ -1,6 +1,7 @@
 """The implementations (peers) of the cpu suite: each turns a workload into a function of q, k, v.
 
-A peer makes its mask beforehand, so that making it is not timed.
+A peer makes its mask beforehand, so that making it is not timed. None reads the score mod of a workload; those of the cpu suite have
+none.
 """
 
 import math
@@ -35,7 +36,9 @@ def dense(problem: Workload) -> Attention:
 
 
 def jax_nn(problem: Workload) -> Attention:
-    """`jax.nn.dot_product_attention`, with its own arguments for causal masks and windows, and a dense mask for others."""
+    """`jax.nn.dot_product_attention`, with its own arguments for causal masks and windows, no mask for full attention, and a dense mask
+    for others.
+    """
     if problem.mask == "causal":
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     if problem.mask == "window":

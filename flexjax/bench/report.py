@@ -98,14 +98,15 @@ def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
 
 
 def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command: str, cudnn: Sequence[str]) -> str:
-    """The table of the decode suite as Markdown text; its last line has the worst and the median ratio of cuDNN to ours, if there is one.
+    """The table of the decode suite as Markdown text. Below it come facts, why results are missing, the cases in which ours is slower
+    than the floor, and as last line the worst and the median ratio of cuDNN to ours, or that no case has both.
 
     rows, facts, command   see the top of the file; a row has `bytes`, those of the keys and values that a call has to read
     peers                  names of the peers, in the order of the columns
     cudnn                  those of them that are cuDNN
 
-    The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the most time that ours may take on an
-    H200 (`decode_cases.FLOORS`); the error of ours, relative to the largest value; "-" where there is none.
+    The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the most time that ours may take on
+    an H200 (`decode_cases.FLOORS`); the error of ours, relative to the largest value; "-" where there is none.
     """
     head = [
         "case",

@@ -164,7 +164,13 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
         return jnp.mean((normalised(x).astype(jnp.float32) - target) ** 2)
 
     def step(weights: Weights, tokens: Array, target: Array, ids: Array) -> tuple[Weights, Weights]:
-        """One step of gradient descent: (new weights, numbers to compare), as `make_step` says."""
+        """One step of gradient descent at rate 0.1: (new weights, numbers to compare). The numbers are "loss" and, by "query", "key" and
+        "value", the norms of the gradients of these weights.
+
+        weights          those of `first_weights`
+        tokens, target   bfloat16 [1, T, width]
+        ids              int32 [T]: the document of each token
+        """
         value, gradients = jax.value_and_grad(loss)(weights, tokens, target, ids)
         new = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
         norms = {name: jnp.linalg.norm(gradients[name]) for name in ("query", "key", "value")}
@@ -191,11 +197,17 @@ def step_arguments(size: Size) -> tuple[Weights, Array, Array, Array]:
 def compile_steps(
     size: Size, names: Sequence[str], until: float
 ) -> tuple[dict[str, typing.Any], dict[str, Weights], dict[str, str]]:
-    """Compiles and runs the step with each attention: (the compiled steps, their numbers, why others are missing), by name.
+    """Compiles the step with each attention and runs it twice.
 
+    size    of the model
+    names   which of ATTENTIONS, in this order
     until   time.time() after which no further attention is begun
 
-    One after the other, because XLA times products while it compiles, and because all steps then take the same products.
+    Returns three dicts by name: the compiled steps; the numbers of a step ("loss" and norms of gradients); why the others are missing,
+    text.
+
+    One after the other, because XLA times products while it compiles, and because all steps then take the same products. An attention of
+    cuDNN is left out where there is no GPU.
     """
     arguments = step_arguments(size)
     compiled, numbers, missing = {}, {}, {}

@@ -34,7 +34,8 @@ class Workload:
     """Self-attention of one shape under one mask.
 
     name                          for tables
-    mask, parameter               name in `MASKS`, and its parameter: window width, number of documents, 0 where it has none
+    mask, parameter               name in `MASKS`, and its parameter: window width, number of documents, length of the prefix, 0 where it
+                                  has none
     length                        number of queries and of keys
     batch, heads, kv_heads, dim   batch size, query heads, key heads, head dim
     dtype                         dtype name of q, k, v and the output
@@ -43,7 +44,7 @@ class Workload:
     learns                        whether the gradient of the array that the mod reads is wanted too
     passes                        the passes that are measured
     skip                          (peer, reason) of each peer that is not timed on this workload
-    seconds                       time budget of one measurement, without warm-up and compilation
+    seconds                       time budget of one measurement, without warm-up and compilation; only the cpu suites read it
     """
 
     name: str
@@ -63,7 +64,9 @@ class Workload:
     seconds: float = 10.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Makes q, k, v and d_out, the cotangent of the output: random float32 [B, T, heads, D], the same for every peer."""
+        """Makes q, k, v and d_out, the cotangent of the output, for the cpu suites: normal numbers, float32 [B, T, heads, D] whatever
+        `dtype` says, the same in each call.
+        """
         rng = np.random.default_rng(0)
         heads = dict(q=self.heads, k=self.kv_heads, v=self.kv_heads, d_out=self.heads)
         return {

@@ -19,12 +19,12 @@ operations, 64 on 8.0."""
 class Counts(typing.NamedTuple):
     """Clocks that each unit of an SM needs for a step; the step takes at least the longest of them.
 
-    tensor    products
-    mufu      ex2 that are not polynomials
-    issue     instructions of the softmax, one a clock of each of four partitions
-    shared    bytes of operands, and of what is staged
-    tmem      scores, probabilities and gradients between tensor memory and registers
-    chain     one query tile's products and softmax, one after the other, without the time in which nothing of it waits
+    tensor   products
+    mufu     ex2 that are not polynomials
+    issue    instructions of the softmax, one a clock of each of four partitions
+    shared   bytes of operands, and of what is staged
+    tmem     scores, probabilities and gradients between tensor memory and registers
+    chain    what one query tile does in order: products, softmax and the handovers between warps
     """
 
     tensor: float

@@ -37,7 +37,8 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
     folder   the folder of the run, which has the lock on the device
 
     Returns ({"forward", "backward", "first_call": seconds, "how": how the passes were measured}, {"out", "dq", "dk", "dv" and, if the
-    workload learns, "learned": float32 sample rows}). Resets torch's compiler first.
+    workload learns, "learned": float32 sample rows}). The backward pass is timed alone; first_call has both passes. Resets torch's
+    compiler first.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -136,7 +137,9 @@ def _timed(
 
 
 def tensor(x: np.ndarray, dtype: str) -> Any:
-    """A torch tensor on the GPU with the numbers of the numpy array `x`, in the torch dtype of that name.
+    """A torch tensor on the GPU with the numbers of the numpy array `x`.
+
+    dtype   the name of the dtype of x, which the tensor has too; numbers are not converted
 
     bfloat16 is copied as int16 bits, because torch does not know numpy's bfloat16.
     """
@@ -171,8 +174,10 @@ def events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> floa
 
 
 def _mask(problem: Workload, device: str) -> Any:
-    """The workload's mask as a function of torch tensors (b, h, q, kv) -> bool, that of the same name in suites.MASKS;
-    None for full attention.
+    """The workload's mask as a function of torch tensors (b, h, q, kv) -> bool, that of the same name in suites.MASKS; None for full
+    attention.
+
+    device   torch's name of the device on which the mask keeps the document of each token
     """
     n = problem.parameter
     if problem.mask == "documents":

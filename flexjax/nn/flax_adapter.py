@@ -80,9 +80,9 @@ def attention_fn(
 
         The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of the
         computation, to which `promote_dtype` casts the arrays (None: they are cast to `dtype`, or to their common dtype). `deterministic`
-        means no dropout. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
-        score_mod. Raises ValueError for arguments that fused attention cannot honour, for a block mask beside a mask of the call, and for
-        dropout without a key.
+        means no dropout. `is_causal` compares the indices of the call, not `input_positions`. They act together with the arguments of
+        attention_fn: masks are joined by `&`, the bias is added after score_mod. Raises ValueError for arguments that fused attention
+        cannot honour, for a block mask beside a mask of the call, and for dropout without a key.
         """
         _refuse(
             precision=precision,

@@ -103,7 +103,9 @@ def rule_of(call: Call, mesh: Mesh) -> Rule:
     arguments, results = call.dims()
 
     def look(split: Split, operands: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
-        """Warns if operands, given as shapes that are split by `specs`, are gathered; nothing in tangent and backward passes."""
+        """Warns if the forward pass gathers operands, which are given as shapes, split by `specs`, while the work is split by `split`;
+        nothing in tangent and backward passes.
+        """
         if not call.params:  # the forward pass, which is in every program
             warn_of_gathers(problem, split, operands, specs)
 

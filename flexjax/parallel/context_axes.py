@@ -41,7 +41,9 @@ Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
 
 
 def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
-    """(names of the dimensions of each operand, of each array of the tables), as `operand_dims` gives them, in their flat order."""
+    """(for each operand, for each array of the tables) the names of its dimensions in one text, such as "b t h d" or "devices q_blocks",
+    both in the order of the flat lists.
+    """
     tables = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))
     of_rounds = lambda name: tuple(f"devices {name}{i}" for i in range(len(tables.send)))
     classes = None if tables.classes is None else "b_classes h_classes q_classes k_classes"
@@ -77,7 +79,7 @@ def _list_dims(stage: int, name: str) -> typing.Any:
 def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) -> PartitionSpec:
     """How an array is split: its batch and heads as `split` says, its tokens over the axes of the sequence, all else not at all.
 
-    dims   the names of its dimensions, such as "b t h d" ("t" and "s" are tokens, see `operand_dims`)
+    dims   the names of its dimensions, such as "b t h d": "b" batch, "h", "m" and "x" heads, "t" and "s" tokens (see `operand_dims`)
     axes   of the sequence; () if the call runs on one device
     """
     parts = spec_of(call.plan, dims, split)
@@ -123,7 +125,8 @@ def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Spl
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
-    """The call as a jitted function from the flat list of whole operands and tables to the list of results of `split_work`; cached.
+    """The call as a jitted function from the flat list of whole operands and tables to the list [out, lse] and, if the plan asks for it,
+    max_scores; cached.
 
     split      over which axes the batch and the heads are split
     run        from the call and the flat list of operands and tables of one device to its results
@@ -171,10 +174,12 @@ def manual_shape(ctx: mlir.LoweringRuleContext) -> Mapping[str, int]:
 class AutoCall:
     """A primitive of context_primitives.py with its parameters, on global arrays.
 
-    function   what it computes on one device: function(*flat, call=, **params)
-    params     the parameters of the primitive beside `call`
-    axes       the axes of the sequence in the mesh of the rule
-    mesh       (name, size) of the same axes, in the order of that mesh
+    primitive   forward, tangent or backward
+    function    what it computes on one device: function(*flat, call=, **params)
+    call        the static part of the call
+    params      the parameters of the primitive beside `call`
+    axes        the axes of the sequence in the mesh of the rule
+    mesh        (name, size) of the same axes, in the order of that mesh
     """
 
     primitive: Primitive
@@ -185,7 +190,12 @@ class AutoCall:
     mesh: tuple[tuple[str, int], ...]
 
     def dims(self) -> tuple[list[str], list[str]]:
-        """For each argument of the primitive, and for each of its results, the names of its dimensions."""
+        """For each argument of the primitive, and for each of its results, the names of its dimensions, such as "b t h d".
+
+        The arguments are the operands and the tables; for tangent and backward then out and lse, and the tangents of the operands that
+        have one or the cotangents of out and, with has_lse, of lse. The results are out, lse and, where the plan has them, max_scores and
+        rounding; the tangents of out and lse; or the gradients of the wanted operands.
+        """
         return primitive_dims(self.call.problem, self.params, tables=dims_of(self.call)[1])
 
     def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:

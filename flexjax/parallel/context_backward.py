@@ -39,14 +39,20 @@ OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
 class Backward(OnDevice):
     """The gradients and the tangents of a call on one device.
 
-    In every method `cotangents` are out, lse, d_out and, unless it is zero, d_lse; `wanted` says which movable operands get a gradient;
-    `travels` are the indices, in the list of wanted gradients, of those over keys. Sums are in the score dtype.
+    In every method `cotangents` are out, lse, d_out and, unless it is zero, d_lse; `wanted` says for each movable operand whether it gets
+    a gradient; `travels` are the indices, in the list of wanted gradients, of those over keys.
+
+    `sums`, and each method that computes it in one way, return the wanted gradients of all operands but the sinks, in the order of
+    Operands.movable, in the score dtype unless they say otherwise. Those over queries and over keys are for this device's
+    tokens, with the terms of all devices of the sequence. Those of captured arrays are the terms that this device computes, which are
+    summed over devices outside of this class.
     """
 
     def backward(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """The gradients of the wanted operands, in the order of Operands.movable and in the dtypes of the operands.
+        """The gradients of the wanted operands, in the order of Operands.movable and in the dtypes of the operands. Those of sinks and
+        captured arrays are the terms that this device computes.
 
         out, lse       the results of the whole rows; out in float32 if the plan asks for rounding
         d_out, d_lse   their cotangents; d_lse None: zero
@@ -121,7 +127,8 @@ class Backward(OnDevice):
         """`sums` by the method "neighbours" where few query blocks visit received keys (Visitors).
 
         Each query block belongs to one of the two stages. Own keys in the blocks `Visitors.changed` get terms from both stages and from
-        other devices. travels: indices among the wanted gradients of those over keys.
+        other devices, which are added in the score dtype. The gradients over queries and over keys are returned in the dtypes of their
+        operands.
         """
         exchange, visitors, device = self.exchange, typing.cast(Visitors, self.tables.visitors), self.visitors
         keys = device.visited(exchange.receive(self.own))
@@ -254,7 +261,8 @@ class Backward(OnDevice):
         return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
     def tangent(self, out: Array, lse: Array, tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
-        """The tangents of out and lse, from one stage over all keys, which are gathered: forward mode runs on xla and has no merge.
+        """The tangents of out and lse, in their dtypes, from one stage over all keys, which are gathered: forward mode runs on xla and
+        has no merge.
 
         out, lse   the results; out in float32 if the plan asks for rounding
         tangents   of the movable operands for which `moving` is True

@@ -247,7 +247,8 @@ class Search:
         return np.concatenate(found)
 
     def _runs(self, state: "State", high: int, low: int) -> np.ndarray:
-        """The exchanges between two devices that come nearest to making their loads equal, the best first.
+        """The exchanges between two devices that come nearest to making their loads equal, the best first, among runs that begin at
+        multiples of their length.
 
         high, low   the devices with the larger and with the smaller load
 
@@ -278,11 +279,12 @@ class Search:
         """(gain, traffic) of each of n possible exchanges between two devices, both [n]; `state` is not changed.
 
         one, other   the devices
-        runs         int [n, 3], an exchange a row: first chunk of a run of `one`, first chunk of a run of `other`, length of
-                     both runs in chunks
+        runs         int [n, 3], an exchange a row: first chunk of a run of `one`, first chunk of a run of `other`, length of both runs in
+                     chunks
 
-        gain is the larger of the two loads before the exchange less the larger one after it, if `one` has the larger load
-        before; otherwise it has no meaning. traffic is `State.traffic` after the exchange.
+        gain is the larger of the two loads before the exchange less the larger one after it, if `one` has the larger load before;
+        otherwise it has no meaning. traffic is what a device receives after the exchange, as a share of the key columns of all others
+        (`traffic`).
         """
         a, b, length = runs.T
         between = lambda sums, at: sums[at + length] - sums[at]

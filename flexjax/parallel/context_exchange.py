@@ -30,8 +30,9 @@ class Part(typing.NamedTuple):
 class Exchange(typing.NamedTuple):
     """The collectives of a call on one device.
 
-    me       int32: the number of the device along the axes of the sequence
+    call     the static part of the call
     tables   of the call
+    me       int32: the number of the device along the axes of the sequence
     """
 
     call: ContextCall
@@ -110,10 +111,11 @@ class Exchange(typing.NamedTuple):
         """Sends the gradients of received key blocks to their owners; a collective, the inverse of `receive`. The caller adds what
         arrives.
 
-        gradients   of all received key blocks in the order of `receive`, float32: a list of arrays over keys in the plan's layout
+        gradients   of all received key blocks in the order of `receive`, in the score dtype: a list of arrays over keys in the plan's
+                    layout
 
-        Returns for each round the list of the gradients of the own key blocks in `tables.send`, past the end of a message zeros, because
-        no query of the receiver sees the padding.
+        Returns for each round, in the order of `call.shifts`, a list of arrays like `gradients`: those of this device's own key blocks in
+        the round's array of `tables.send`. Past the end of a message they are zeros, because no query of the receiver sees the padding.
         """
         packed, at, found = self.pack(gradients), 0, []
         for shift, send in zip(self.call.shifts, self.tables.send, strict=True):

@@ -28,7 +28,9 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Forward(OnDevice):
-    """The forward pass of a call on one device."""
+    """The forward pass of a call on one device. A Part has out, lse and, if the plan asks for it, max_scores of this device's rows over
+    some or all keys: [B, T, N, E] and [B, T, N] in the plan's layout.
+    """
 
     def forward(self) -> list[Array]:
         """out in the dtype of query, lse and, if the plan asks for them, max_scores and rounding (see Results)."""

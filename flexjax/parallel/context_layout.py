@@ -44,7 +44,7 @@ class ContextLayout:
     block_size      tokens of a block of queries and of a block of keys
     balance         how the blocks were shared out
     query_blocks    int32 [devices, blocks]: the blocks of queries of each device, ascending. Blocks past the end are padding
-    key_blocks      the same for keys; the same blocks if q_len == kv_len
+    key_blocks      the same for keys: the same blocks if q_len == kv_len and both block sizes are equal, else the r-th part for device r
     rounds          how key blocks travel; None where the mask was traced
     """
 
@@ -125,10 +125,10 @@ class ContextLayout:
         """x with the tokens along an axis permuted, and rows of zeros where there is padding.
 
         x      a global array over the sequence: `axis` has q_len entries (side "query") or kv_len (side "key")
-        side   "query" or "key"; they are the same where the lengths are
+        side   "query" or "key"; they give the same where the lengths and the block sizes of queries and keys are equal
 
-        Returns an array of the same kind, numpy or jax, with `padded(side)` entries along the axis. Explicit mesh axes that split x
-        split the result too, but not along this axis. Raises ValueError for another length.
+        Returns an array of the same kind, numpy or jax, with `padded(side)` entries along the axis. Explicit mesh axes that split x split
+        the result too, but not along this axis. Raises ValueError for another length.
         """
         length = self._of(side)[0]
         axis = self._axis(x, axis, length, side, "q_len" if side == "query" else "kv_len")
@@ -231,8 +231,9 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 
 
 def picture(layout: ContextLayout) -> str:
-    """A layout as text of several lines: its repr, the sequence as a line with a digit for the owner of each part, and for each device a
-    bar for its work and the key blocks that it receives.
+    """A layout as text of several lines: its repr; the sequence as a line with a digit for the owner of each part, for queries and, if
+    their number is another, for keys; for each device a bar for its work and the key blocks that it receives; and the heaviest over the
+    mean work. A layout of a traced mask has a line in place of the work; a traced layout is its repr and ", traced".
     """
     lines = [repr(layout)]
     if not layout.is_known:
@@ -277,13 +278,14 @@ def context_layout(
     """Which device owns which tokens of a sequence that is split over devices, for `ContextParallel`.
 
     mask_mod       mask_mod(b, h, q_idx, kv_idx) -> bool of the call, which says where the work is; None: all of it
-    q_len, kv_len  tokens of queries and keys, any; kv_len None: q_len. Where they are equal, queries and keys are permuted alike
+    q_len, kv_len  tokens of queries and keys, any; kv_len None: q_len. Where they and both block sizes are equal, queries and keys are
+                   permuted alike; otherwise device r has the r-th part of the keys
     devices        number of devices that the sequence is split over
     batch, heads   needed where mask_mod reads `b` or `h`: its work is the mean over them, and a device receives what any needs
     block_size     tokens of a block, one number or (queries, keys): what a device owns and what travels comes in whole blocks. At most
                    ceil(length / devices) is used
-    balance        "auto": even work for this mask, with few blocks received. "contiguous": the r-th part for device r. "zigzag":
-                   the r-th run from the front and the r-th from the back, for causal masks
+    balance        of the queries. "auto": even work for this mask, with few blocks received. "contiguous": the r-th part for device r.
+                   "zigzag": the r-th run from the front and the r-th from the back, for causal masks
 
     Runs on the host. A million tokens take a fraction of a second after the first call, which compiles the analysis of the mask.
     Raises ValueError for bad sizes, for a mask_mod that cannot be compiled, and for balance "auto" if mask_mod captures traced

@@ -286,13 +286,12 @@ def decide(
     """The method of a call, and its rounds. Raises ValueError for a method that the call cannot have.
 
     plan          of the call's own arrays, with a device's batch entries and heads where explicit axes split them
-    mask          the traced mask, with the ends of the sequence
+    mask          the traced mask of the whole sequence; in a last block that is not full it hides what lies past the end
     entries       batch entries and query heads that the mask is traced for: all devices take part in the same rounds
     lists_known   bool [query blocks, key blocks]: the visited blocks of a mask from user lists; None for other masks
 
-    If mask and layout are known, the rounds are those that this mask needs. If not, they are those of the layout, which were
-    made for known values, and `checked` says that they may lack a block. On one device the method is "all_gather", whatever the
-    context asks for.
+    If mask and layout are known, the rounds are those that this mask needs. If not, they are those of the layout, which were made for
+    known values, and `checked` says that they may lack a block. On one device the method is "all_gather", whatever the context asks for.
     """
     if layout.devices == 1:
         return Decision("all_gather", None, False)
@@ -357,12 +356,14 @@ def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], li
 
 
 def _cheapest(plan: KernelPlan, layout: ContextLayout, rounds: Rounds | None, divides: bool) -> str:
-    """The method that "auto" stands for: that by which a device receives fewest bytes, but "ring" if received keys, values and their
-    gradients would take more than MEMORY.
+    """The method that "auto" stands for, one of METHODS, from the bytes that a device receives.
 
-    rounds    of "neighbours"; None if they are not known, which leaves "all_gather" in its place
-    divides   whether the devices divide query and key heads, as "all_to_all" needs. That method is taken only if its bytes are less
-              than half of those of "neighbours" or "all_gather", because nothing is computed while it runs
+    rounds    of "neighbours"; None if they are not known
+    divides   whether the devices divide query and key heads, as "all_to_all" needs
+
+    It is "all_to_all" if its bytes are less than half of those of the others, because nothing is computed while it runs. Otherwise it is
+    "ring" if received keys, values and their gradients would take more than MEMORY, else "neighbours", or "all_gather" if the rounds are
+    not known.
     """
     n, itemsize = layout.devices, np.dtype(plan.dtype).itemsize
     features = plan.kv_heads * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.extra_dim

@@ -53,7 +53,7 @@ def needed_keys(needed: np.ndarray, query_blocks: np.ndarray, key_blocks: np.nda
 def received_counts(keys: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
     """int64 [devices]: how many key blocks each device needs from others.
 
-    keys         from `needed_keys`
+    keys         bool [devices, devices * key blocks of each]: which key blocks of the sequence a device's queries visit (`needed_keys`)
     key_blocks   int32 [devices, blocks of each]: the key blocks of each device
     """
     own = np.take_along_axis(keys, key_blocks.astype(np.int64), 1)
@@ -64,7 +64,7 @@ def rounds_of(keys: np.ndarray, key_blocks: np.ndarray, rounded: bool) -> Rounds
     """The rounds in which every device gets the key blocks that it needs. Without `rounded` there is none if no device needs a block of
     another.
 
-    keys         from `needed_keys`
+    keys         bool [devices, devices * key blocks of each]: which key blocks of the sequence a device's queries visit (`needed_keys`)
     key_blocks   int32 [devices, blocks of each]: the key blocks of each device
     rounded      whether shifts and widths are rounded up, for masks whose captured arrays change
     """

@@ -140,10 +140,14 @@ def operand_names(problem: Problem) -> list[str]:
 
 
 def describe_devices(problem: Problem, arrays: Sequence[typing.Any], shardings: Sequence[typing.Any]) -> str:
-    """The lines of `flexjax.explain` about devices: the mesh, what the work is split by, and what is gathered; "" on one device.
+    """The lines of `flexjax.explain` about devices, as one text; "" if no array lies on a mesh of several devices.
 
     arrays      the operands or their shapes, as a flat list
     shardings   the jax sharding of each of them (only NamedShardings count), None where it has none
+
+    The first line has the axes of the mesh and their sizes, "devices: data 2 x model 4", the second what the work is split by or that every
+    device computes all of it, the third what each device receives or that nothing is gathered. The mesh is that of the first such array;
+    arrays on another mesh count as whole.
     """
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1]
     if not named:

@@ -128,9 +128,10 @@ def arranged(plan: KernelPlan, dims: str) -> str:
 
 
 def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
-    """How an array is split for the work: its batch and head dimensions over the axes of `split`, all others whole.
+    """How an array is split for the work.
 
-    dims   the names of the array's dimensions, such as "b t h d" (see `operand_dims`)
+    dims   the names of the array's dimensions, such as "b t h d": "b" is split over split.batch and "h" (query heads) over split.heads;
+           "m" (key heads) and "x" (heads of key_extra) over those axes of the heads that `key_axes` gives. All others stay whole
     """
     axes = {
         "b": split.batch,
@@ -149,14 +150,15 @@ def _given(*programs: Program | None) -> tuple[Program, ...]:
 def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
     """Which mesh axes split the batch, the query heads and the key heads of a call, from how its arrays are split.
 
-    dims    for each array the names of its dimensions, as `operand_dims` gives them
+    dims    for each array the names of its dimensions, such as "b s m d": "b" is the batch, "h" query heads, "m" key heads where there
+            are fewer, "x" heads of key_extra of another number
     specs   for each array the axes that split each of its dimensions
 
-    The batch is split over the axes of the array whose batch is split over most devices (the first such array), and the query
-    heads in the same way, but over no axis of the batch. If no array has its query heads split, they are split over the axes of the
-    key heads. Axes count up to the first that would make the shares unequal. The key heads, and the heads of key_extra, are split over the leading
-    axes that split them and the query heads alike. Over other axes they stay whole, because splitting their gradients would take
-    another collective.
+    The batch is split over the axes of the array whose batch is split over most devices (the first such array), and the query heads in
+    the same way, but over no axis of the batch. If no array has its query heads split, they are split over the axes of the key heads.
+    Axes count up to the first that would make the shares unequal. The key heads, and the heads of key_extra, are split over the leading
+    axes that split them and the query heads alike. Over other axes they stay whole, because splitting their gradients would take another
+    collective.
     """
 
     batch = widest("b", plan.batch, dims, specs, mesh)
@@ -189,13 +191,14 @@ def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
 
 
 def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Problem, Operands]:
-    """The problem and the operands of this device's share of a call. Runs on each device, inside shard_map.
+    """The problem and the operands of this device's share of a call. Runs on each device: inside shard_map, or in what a partitioning
+    rule computes on a device.
 
     problem    of the whole call
     operands   this device's parts of the operands, split as `spec_of` says
 
-    In the returned operands, key heads that the share does not read are dropped (`own_key_heads`), and the captured arrays are
-    followed by int32 scalars where a program needs the index at which the share begins in the batch or the heads.
+    In the returned operands, key heads that the share does not read are dropped (`own_key_heads`), and the captured arrays are followed
+    by int32 scalars where a program needs the index at which the share begins in the batch or the heads.
     """
     plan = problem.plan
     share = Share(plan.batch, split.count(split.batch), plan.q_heads, split.count(split.heads))
@@ -270,7 +273,8 @@ def sum_over_shared_axes(gradients: Sequence[Array], specs: Sequence[PartitionSp
 
 
 def cut_to_own_heads(problem: Problem, split: Split) -> Callable[[Array, int], Array]:
-    """A function (x, place) -> array: of an array over key heads those that this device reads (`own_key_heads`), else x itself.
+    """A function (x, place) -> array. If the operand is key, value or key_extra, it returns those heads of x that this device's query
+    heads read (`own_key_heads`), else x itself.
 
     x       this device's part of an operand, or of a tangent of it
     place   the index of the operand in the flat list

@@ -46,10 +46,11 @@ def mask(
     q_len, kv_len   lengths in tokens
     batch, heads    the b and h that mask_mod is asked about, of any value: a number or, for heads, several
     tokens          labels of the keys, and of the queries where the lengths are equal; shown for at most 40 tokens
-    title           above the panels; the name of mask_mod by default, "mask" for a lambda
+    title           above the panels; by default the name of mask_mod, "mask" for a lambda, or the name of its type if it is an object
+                    without a name
 
-    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
-    Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
+    Up to 256 tokens along an axis a cell is one of them; beyond, several. The colour of a cell of several entries is the share that is
+    kept. Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
@@ -102,21 +103,27 @@ def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
 
 
 def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws, with the same arguments.
-    A query that sees no key has probabilities 0.
+    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws. A query that sees no key
+    has probabilities 0.
+
+    query   [B, T, N, D]
+    key     [B, S, M, D], M divides N; layout="BNTH": heads before tokens
+    drawn   score_mod, mask_mod, batch, heads, tokens, scale, layout, title; see Drawn
+
+    Returns a matplotlib Figure and raises as `scores` does.
     """
     return _over_heads(query, key, drawn, "weight")
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each
-    chosen head.
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each chosen head.
 
-    query, key   as in `scores`; a key of batch 1 serves every batch entry
-    drawn        the keywords of `scores`
+    query   [B, T, N, D], or [B, N, T, D] for layout "BNTH"
+    key     [B, S, M, D] in the same layout; a key of batch 1 serves every batch entry
+    drawn   keywords of Drawn, those that the user gave
 
-    Raises TypeError for another keyword, ValueError for a layout, shapes, a batch entry or head that do not fit, and
-    what `_figure` raises.
+    Raises TypeError for another keyword, ValueError for a layout, shapes, a batch entry, a head or a number of labels that do not fit,
+    and ImportError without matplotlib.
     """
     unknown = sorted(set(drawn) - set(Drawn.__annotations__))
     if unknown:
