@@ -54,7 +54,7 @@ class Card:
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of the data sheet: SMs, operations a clock, boost clock."""
+        """TFLOP/s of the data sheet: SMs times operations a clock times the boost clock."""
         return self.sms * self.tensor * self.boost / 1e3
 
     @property
@@ -178,8 +178,8 @@ def clocks(call: Call, step: Step, sms: int, by_keys: bool = False, together: in
 
 
 def heads_together(call: Call) -> int:
-    """Heads, counted over the batch, whose query tiles the forward kernels launch side by side, as TileScheduler.heads_at_once: as many
-    as divide all and whose keys and values, of 16 bits, fit 24 MB of the L2; at least 1.
+    """Heads, counted over the batch, whose query tiles the forward kernels launch side by side, as TileScheduler.heads_at_once: the
+    largest divisor of batch * heads so that the keys and values of these heads, of 16 bits, take at most 24 MB of the L2; at least 1.
     """
     heads, size = call.batch * call.heads, call.tokens * call.dim * 4
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * size <= 24e6))

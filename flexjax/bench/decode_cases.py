@@ -69,7 +69,8 @@ class DecodeCase:
         return found
 
     def counts(self, which: str) -> dict[str, float]:
-        """{"bytes": n}: how many bytes of keys and values a call has to read from one of the caches; a shared prefix counts once.
+        """{"bytes": n}: how many bytes of keys and values a call has to read from one of the caches. A shared prefix counts once; under
+        the mod "window" only keys that a query sees count, under other mods all keys.
 
         which   not used, because the decode suite has one pass
         """
@@ -100,7 +101,7 @@ class DecodeCase:
         return None
 
     def entries(self) -> list[int]:
-        """The requests whose results are compared: the first and the last."""
+        """The numbers of the requests whose results are compared: the first and the last, one number if there is one request."""
         return sorted({0, self.batch - 1})
 
     def first_query(self) -> int:
@@ -146,8 +147,8 @@ class DecodeCase:
         return found
 
     def _pages(self, rng: np.random.Generator) -> np.ndarray:
-        """The page numbers of each request in the order of its tokens, int32 [batch, keys // page]; which page of the pool holds what
-        is random. The first shared // page columns are the same for all requests.
+        """The page numbers of each request in the order of its tokens, int32 [batch, keys // page]; which page of the pool holds what is
+        drawn by `rng`. The first shared // page columns are the same for all requests.
         """
         columns, common = self.keys // self.page, self.shared // self.page
         own = np.arange(self.batch * (columns - common)).reshape(self.batch, -1) + common

@@ -80,7 +80,7 @@ def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
 
 
 def _repeated(numbers: Array, shape: tuple[int, ...]) -> Array:
-    """An array of that shape, which repeats the flat array `numbers` as often as it has room for."""
+    """An array of that shape, filled with the flat array `numbers` again and again; the last repetition is cut where the shape is full."""
     size = math.prod(shape)
     return jax.lax.slice(jnp.tile(numbers, -(-size // numbers.size)), (0,), (size,)).reshape(shape)
 
@@ -108,8 +108,10 @@ def mods_of(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod 
 
 
 def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
-    """The mod of a case as a dense array [1 or B, 1 or N, T, S]: {"mask": bool}, {"bias": bfloat16}, or {} without a mod and for
-    "soft cap", which depends on the score.
+    """The mod of a case as a dense array [1 or B, 1 or N, T, S]: {"mask": bool}, {"bias": bfloat16}, or {} without a mod and for "soft
+    cap", which depends on the score.
+
+    given   the arrays of `case.arrays()`, of which the mod reads some
     """
     score_mod, mask_mod = mods_of(case, given)
     batch = case.batch if case.mod == "documents" else 1
@@ -144,7 +146,9 @@ def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
         tree = masks.tree(parents, case.first_query(), queries_follow_context=True)
 
     def mods(arrays: Arrays) -> dict[str, typing.Any]:
-        """The arguments score_mod and mask_mod."""
+        """{"score_mod", "mask_mod"}: the mods of the case, which read `arrays`, as arguments of the call; None where it has none. "tree"
+        has the mask_mod that was made beforehand.
+        """
         score_mod, mask_mod = mods_of(case, arrays)
         return {"score_mod": score_mod, "mask_mod": tree or mask_mod}
 
@@ -343,7 +347,9 @@ def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
 
 def _keys_of(case: DecodeCase, arrays: Arrays, name: str, b: Array) -> Array:
     """The keys (`name` is "key") or values ("value") of request b in the last copy of the cache, float32 [S, M, D], multiplied by the
-    scale if they are quantised.
+    scale if they are quantised. S is `case.keys`, also where the request is shorter.
+
+    arrays   of the call, from `make_arrays`
     """
     if not case.page:
         return arrays[name][-1, b].astype(jnp.float32)

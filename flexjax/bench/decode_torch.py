@@ -63,7 +63,9 @@ def measure(case: DecodeCase, folder: str) -> tuple[dict[str, Any], dict[str, np
 
 
 def _repeated(numbers: np.ndarray, shape: tuple[int, ...]) -> Any:
-    """A bfloat16 tensor of that shape on the GPU, which repeats the numbers as decode_peers.make_arrays does."""
+    """A bfloat16 tensor of that shape on the GPU, filled with the flat numpy array `numbers`, bfloat16, again and again, as
+    decode_peers.make_arrays does.
+    """
     size = math.prod(shape)
     return tensor(numbers, "bfloat16").repeat(-(-size // numbers.size))[:size].reshape(shape)
 

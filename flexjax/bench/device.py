@@ -148,7 +148,7 @@ class PeerProcess:
 
     @property
     def now(self) -> str:
-        """The name of the workload that is measured now; "done" after the last."""
+        """The name of the first workload without a result, which the process compiles or measures now; "done" after the last."""
         return self.remaining[0] if self.remaining else "done"
 
     def _start(self) -> None:

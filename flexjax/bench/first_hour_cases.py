@@ -204,8 +204,10 @@ def drawn(name: str, case: Case) -> tuple[dict[str, np.ndarray], Captured]:
 
 
 def dense(name: str, case: Case) -> Dense:
-    """The case as a problem of the oracle, in float64, with the arrays of `drawn`: mask and lengths as one bool array, and the score
-    function with its derivatives. The layout of the case is not looked at.
+    """The case as a problem of the oracle, in float64, with the arrays of `drawn`, whose seed is the name: mask and lengths as one bool
+    array, and the score function with its derivatives. Arrays are [B, heads, tokens, dim] whatever the layout of the case is.
+
+    case   that of `name`, or `small` of it
     """
     arrays, captured = drawn(name, case)
     B, N, _, T, S, _, _ = case.shape

@@ -25,7 +25,7 @@ def file_name(found: Found) -> str:
 
 
 def markdown_path(path: str) -> str:
-    """The path of the Markdown file beside a JSON file."""
+    """The path of the Markdown file beside a JSON file: .md in place of .json at its end, or after a path without it."""
     return path.removesuffix(".json") + ".md"
 
 

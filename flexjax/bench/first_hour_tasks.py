@@ -208,8 +208,8 @@ def run_case(
         return out, more.lse
 
     def both(inputs: dict[str, jax.Array], d_out: jax.Array, d_lse: jax.Array) -> typing.Any:
-        """((out, lse or None), gradients of the inputs by their names) of the case. d_lse counts where lse is finite; it is not read if
-        the case has no lse.
+        """((out, lse or None), gradients of the inputs by their names) of the case, in its layout, for the cotangents d_out and d_lse.
+        d_lse counts where lse is finite; it is not read if the case has no lse.
         """
         (out, lse), pull = jax.vjp(attend, inputs)
         cotangent = None if lse is None else jnp.where(jnp.isfinite(lse), d_lse, 0.0).astype(lse.dtype)
@@ -370,7 +370,9 @@ def run_here(task: Task) -> Answer:
 
 
 def main() -> int:
-    """Runs the task of each line of the input and prints a line with its answer; returns 0 at the end of the input."""
+    """Runs the task of each line of stdin, a JSON object of `task` and `arguments`, and prints its answer as a line of MARK and JSON;
+    returns 0 at the end of stdin.
+    """
     for line in sys.stdin:
         print(MARK + json.dumps(run_here(json.loads(line))), flush=True)
     return 0

@@ -114,7 +114,9 @@ def flash_attention_3(problem: Workload) -> Attention:
 
 
 def _mask_arguments(problem: Workload) -> dict[str, Any]:
-    """The workload's mask, causal or a window, as keyword arguments of `jax.nn.dot_product_attention`; {} for any other mask."""
+    """The workload's mask as keyword arguments of `jax.nn.dot_product_attention`: {"is_causal": True} for the mask causal; for a window
+    also "local_window_size", (keys to the left, 0), the query's own key not counted; {} for any other mask.
+    """
     words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
     return words | (dict(local_window_size=(problem.parameter - 1, 0)) if problem.mask == "window" else {})
 
@@ -137,7 +139,8 @@ def facts() -> dict[str, str]:
 
 
 def adapter(peer: str) -> Callable[[Workload, str], Measured]:
-    """The function (workload, folder) -> Measured for a name: `measure` of that peer, or `reference` for the name REFERENCE.
+    """The function (workload, folder) -> (times by name, sample rows by name) for a peer: `measure` of it, or `reference`, which is not
+    timed, for the name REFERENCE.
 
     A peer that is not in PEERS is flexjax with the options in its name (`options_of`). Raises ImportError at once if the peer is not
     installed.
@@ -175,7 +178,9 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
     def both(
         q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """Output and gradients, by name, from the forward and the backward pass; "learned" only if the workload learns."""
+        """Output and gradients, by name, from the forward and the backward pass with the cotangent d_out: "out", "dq", "dk", "dv", and
+        "learned" (of `array`) only if the workload learns.
+        """
         if not problem.learns:
             out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))
@@ -248,10 +253,10 @@ def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array
     learned = array if problem.learns else None
 
     def chunk(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
-        """(the new sums, (out, dq) of one chunk of queries), for lax.scan: the sums with the chunk's terms of dk, dv and the gradient of the
-        learned array added.
+        """(the new sums, (out, dq) of one chunk of queries), for lax.scan: the sums with the chunk's terms of dk, dv and the gradient of
+        the learned array added. out and dq are [B, size, M, N // M, D].
 
-        inputs   (queries of the chunk, their d_out, the position of the first)
+        inputs   (queries of the chunk and their d_out, [B, size, M, N // M, D] each, the position of the first query)
         """
         d_k, d_v, d_learned = sums
         q, d_out, first = inputs[0].astype(jnp.float32), inputs[1].astype(jnp.float32), inputs[2]

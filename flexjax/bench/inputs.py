@@ -27,8 +27,8 @@ def alone(folder: str) -> Iterator[None]:
 
 
 def sample_rows(length: int) -> np.ndarray:
-    """The positions of the queries (and keys) whose results are compared: at most SAMPLE_ROWS, spread evenly over `length`
-    tokens.
+    """The positions of the queries (and keys) whose results are compared, ascending ints: all of up to SAMPLE_ROWS tokens; of more,
+    SAMPLE_ROWS that are spread evenly over `length` tokens, the first and the last included.
     """
     return np.linspace(0, length - 1, min(SAMPLE_ROWS, length)).astype(int)
 

@@ -178,7 +178,10 @@ def cpu_name() -> str:
 
 
 def main(argument: str) -> None:
-    """Runs the measurement that a JSON object describes (measure_apart writes it) and prints the result as a line of JSON."""
+    """Runs the measurement that a JSON object describes and prints the result as a line of JSON.
+
+    argument   JSON, from measure_apart: suite, problem (a name in the suite), peer, which (the pass), and seconds (time budget)
+    """
     task = json.loads(argument)
     problem = next(p for p in SUITES[task["suite"]] if p.name == task["problem"])
     problem = dataclasses.replace(problem, seconds=task["seconds"])

@@ -84,7 +84,9 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
 
 
 def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
-    """The lines below the table of a suite on a GPU: the device, how times were measured, the command, why results are missing."""
+    """The lines below the table of a suite on a GPU, the first of them empty: the device, how times were measured, the command, and for
+    each reason why results are missing the workloads.
+    """
     about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
     how = {p: r["how"] for row in rows for p, r in row["peers"].items() if "how" in r}
     measured = "; ".join(f"{p}: {h}" for p, h in how.items())

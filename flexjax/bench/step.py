@@ -75,8 +75,10 @@ def cudnn_causal(ids: Array) -> Attention:
 
 
 def dense_mask(ids: Array, implementation: typing.Literal["xla", "cudnn"]) -> Attention:
-    """jax.nn.dot_product_attention with the same mask as `by_flexjax`, as an array bool [1, 1, T, T]; `ids` as there, `implementation` as
-    for jax.nn.
+    """jax.nn.dot_product_attention with the mask of `by_flexjax` (causal, and inside documents) as an array, bool [1, 1, T, T].
+
+    ids              int32 [T]: the document of each token
+    implementation   as for jax.nn
     """
     at = jnp.arange(ids.shape[0])
     mask = (ids[:, None] == ids) & (at[:, None] >= at)

@@ -166,7 +166,7 @@ class Mod:
 
 
 def _softcap(_: object, s: "jax.Array", h: object, q: object, kv: object) -> "jax.Array":
-    """The score squashed into -30..30 by tanh; the arguments are those of `Mod.apply`, of which only the score is read."""
+    """30 tanh(score / 30); the arguments are those of `Mod.apply`, of which only the score is read."""
     import jax.numpy as jnp
 
     return 30.0 * jnp.tanh(s / 30.0)

@@ -91,8 +91,9 @@ def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) ->
 def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[ContextCall, list[Array]]:
     """(the call, the flat list of operands and tables) of this device's batch entries and heads. Runs on each device.
 
-    flat   this device's parts of the operands and tables of `call`, as a flat list. `Tables.classes` is still that of all batch entries
-           and heads; the new one is that of this device's
+    flat    this device's parts of the operands and tables of `call`, as a flat list. `Tables.classes` is still that of all batch entries
+            and heads; the new one is that of this device's
+    split   over which axes the batch and the heads are split
     """
     n = call.problem.structure.num_leaves
     problem, operands = share_of(call.problem, call.problem.operands(flat[:n]), split)
@@ -162,7 +163,10 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
 
 
 def manual_shape(ctx: mlir.LoweringRuleContext) -> Mapping[str, int]:
-    """The sizes of the mesh axes, by name, that a shard_map around the primitive has made manual; {} without one."""
+    """The sizes, by name, of the mesh axes that a shard_map around the primitive has made manual; {} without one.
+
+    ctx   of the lowering rule of the primitive
+    """
     where = ctx.module_context.axis_context
     if not isinstance(where, mlir.SPMDAxisContext):
         return {}

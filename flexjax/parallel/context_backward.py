@@ -65,7 +65,8 @@ class Backward(OnDevice):
     def _gradients(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """The gradients of the wanted operands, which `backward` returns, from the same arguments.
+        """The gradients of the wanted operands, sinks included, in the order of Operands.movable and in the dtypes of the operands; the
+        arguments are those of `backward`.
 
         `backward` calls it on a copy of this object whose keys XLA cannot identify with those of the forward pass.
         """

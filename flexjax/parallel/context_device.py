@@ -113,7 +113,9 @@ class OnDevice:
 
     @functools.cached_property
     def visitors(self) -> typing.Self:
-        """This device with only those of its query blocks that visit received keys; `tables.visitors` must be given."""
+        """This device with only those of its query blocks that visit received keys (`tables.visitors`, which must be given): query and
+        query_extra have these blocks (`taken`), and `tables.query_blocks` their numbers. All else stays, keys and sinks too.
+        """
         operands, visitors = self.operands, typing.cast(Visitors, self.tables.visitors)
         query, query_extra = map(self.taken, (operands.query, operands.query_extra))
         own = operands._replace(query=query, query_extra=query_extra)
@@ -121,7 +123,7 @@ class OnDevice:
 
     def visited(self, received: Keys) -> Keys:
         """The key blocks that the visitors visit: all of `received` (Exchange.receive), then those of this device's own that
-        `tables.visitors` names, as the Keys of the stage of `received`.
+        `tables.visitors` names. They are the Keys of the stage of `received`, number 1.
         """
         visitors, own = typing.cast(Visitors, self.tables.visitors), self.own
         slots, size = visitors.keys[self.exchange.me], self.call.block_size[1]
@@ -146,8 +148,10 @@ class OnDevice:
         return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
 
     def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
-        """x, an array over queries, with `new` in place of the query blocks that visit received keys (`tables.visitors`, which must be
-        given); None if x is None.
+        """x, an array over queries, with its query blocks that visit received keys (`tables.visitors`, which must be given) replaced;
+        None if x is None.
+
+        new   these blocks one after the other, as `taken` returns them; the copies at its end are dropped
         """
         if x is None:
             return None

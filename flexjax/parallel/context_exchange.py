@@ -41,12 +41,12 @@ class Exchange(typing.NamedTuple):
 
     @property
     def own_keys(self) -> Array:
-        """int32: the numbers of the key blocks that the device owns."""
+        """int32 [blocks of each]: the numbers, in the sequence, of the key blocks that the device owns, padding included."""
         return self.tables.key_blocks[self.me]
 
     @property
     def own_queries(self) -> Array:
-        """int32: the numbers of the query blocks that the device owns."""
+        """int32 [blocks of each]: the numbers, in the sequence, of the query blocks that the device owns, padding included."""
         return self.tables.query_blocks[self.me]
 
     def pack(self, arrays: Sequence[Array], slots: Array | None = None) -> Array:
@@ -64,7 +64,9 @@ class Exchange(typing.NamedTuple):
         return jnp.concatenate(parts, -1)
 
     def unpack(self, packed: Array, like: Sequence[Array]) -> list[Array]:
-        """The inverse of `pack`: the arrays in `packed`, with the heads and dims of `like`, and as many tokens as `packed` has."""
+        """The inverse of `pack`: the arrays in `packed`, in the plan's layout, with the heads and dims of those of `like`, and as many
+        tokens as `packed` has.
+        """
         axis, found, at = token_axis(self.call.plan), [], 0
         for x in like:
             heads, dim = x.shape[3 - axis], x.shape[3]
@@ -98,8 +100,10 @@ class Exchange(typing.NamedTuple):
         return lax.ppermute(x, names, [(int(numbers[i]), int(numbers[(i + shift) % n])) for i in range(n)])
 
     def receive(self, own: Keys) -> Keys:
-        """The key blocks that other devices send to this one, the rounds one after the other, as the Keys of stage 1; their numbers are
-        -1 where a message is filled up. A collective of the method "neighbours", which must have a round.
+        """The key blocks that other devices send to this one, the rounds one after the other, as the Keys of stage (1, 0); their numbers
+        are -1 where a message is filled up. A collective of the method "neighbours", which must have a round.
+
+        own   all key blocks of this device
         """
         packed, numbers = [], []
         for shift, send, received in zip(self.call.shifts, self.tables.send, self.tables.received, strict=True):
@@ -127,7 +131,9 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ ring
 
     def from_previous(self, arrays: Sequence[Array]) -> list[Array]:
-        """The arrays of the device before this one; a collective. They are not packed, because copies of whole shards take memory."""
+        """The arrays of the device before this one along the axes of the sequence, cyclically; a collective. They are not packed, because
+        copies of whole shards take memory.
+        """
         return [self.shifted(x, 1) for x in arrays]
 
     def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
@@ -154,17 +160,21 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ all_gather
 
     def gather(self, own: Keys) -> Keys:
-        """All key blocks of all devices, in the order of the sequence; a collective. own: the key blocks of this device."""
+        """All key blocks of all devices, in the order of the sequence, padding last, as the Keys of stage (0, 0); a collective.
+
+        own   the key blocks of this device
+        """
         everything = self.in_order(self.all_gather(self.pack(own.arrays)), self.tables.key_blocks)
         return self.keys(everything, own, jnp.arange(everything.shape[1], dtype=jnp.int32))
 
     def all_gather(self, packed: Array) -> Array:
-        """The packed blocks of all devices, device by device along axis 1; `packed` itself on one device."""
+        """The packed blocks of all devices, device by device along axis 1; a collective. `packed` itself for a call on one device."""
         return lax.all_gather(packed, self.call.axes, axis=1, tiled=True) if self.call.axes else packed
 
     def in_order(self, packed: Array, blocks: Array) -> Array:
-        """Packed blocks that lie device by device, in the order of the sequence.
+        """Blocks that lie device by device, in the order of the sequence, padding last.
 
+        packed   an array whose axis 1 counts the blocks of all devices
         blocks   int32 [devices, each]: the numbers of the blocks of each device
         """
         flat = blocks.reshape(-1)
@@ -172,8 +182,9 @@ class Exchange(typing.NamedTuple):
         return jnp.take(packed, places, axis=1)
 
     def by_device(self, packed: Array, blocks: Array) -> Array:
-        """The inverse of `in_order`: packed blocks that lie in the order of the sequence, device by device.
+        """The inverse of `in_order`: blocks that lie in the order of the sequence, device by device.
 
+        packed   an array whose axis 1 counts the blocks of all devices
         blocks   int32 [devices, each]: the numbers of the blocks of each device
         """
         return jnp.take(packed, blocks.reshape(-1), axis=1)

@@ -33,7 +33,9 @@ class Forward(OnDevice):
     """
 
     def forward(self) -> list[Array]:
-        """out in the dtype of query, lse and, if the plan asks for them, max_scores and rounding (see Results)."""
+        """A list: out in the dtype of query, lse and, if the plan asks for them, max_scores and rounding (see Results), of this device's
+        rows.
+        """
         part = self._over_heads() if self.call.method == "all_to_all" else self.rows()
         out, rounding = tile_math.out_and_rounding(part.out, self.call.plan)
         return [x for x in (out, part.lse, part.top, rounding) if x is not None]

@@ -176,7 +176,9 @@ class ContextLayout:
     # ------------------------------------------------------------------ as a value
 
     def _content(self) -> tuple:
-        """What makes two layouts equal, as a hashable value; the numbers must be known."""
+        """What makes two layouts equal, as a hashable value: the fields of STATIC, the distances of the rounds, and shape and bytes of
+        each array. The numbers must be known.
+        """
         arrays = [np.asarray(x) for x in jax.tree.leaves(self)]
         rounds = None if self.rounds is None else self.rounds.shifts
         return (*(getattr(self, f) for f in STATIC), rounds, *((x.shape, x.tobytes()) for x in arrays))

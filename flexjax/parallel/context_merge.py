@@ -13,7 +13,8 @@ Array = jax.Array
 class Part(typing.NamedTuple):
     """The results of a device's rows over some or all keys: out [B, T, N, E], lse and max_scores (`top`) [B, T, N], in the plan's layout.
 
-    They are in the score dtype; out is in the dtype of query where nothing more is to be merged. top is None unless the plan asks for it.
+    They are in the score dtype. Where nothing more is to be merged, out is in the dtype of query, or in float32 if the plan asks for
+    rounding. top is None unless the plan asks for it.
     """
 
     out: Array

@@ -102,7 +102,8 @@ def _rounded(of_shift: dict[int, int], devices: int, each: int) -> dict[int, int
     """The widths by distance, rounded up: one width, at least 1, for all shifts whose distance, in either direction, is at most a rounded
     reach, at least 2; 0 for the others.
 
-    of_shift   the width that each shift needs
+    of_shift   the width that each shift needs, for the shifts 1 to devices - 1
+    devices    their number; shift s is a distance of min(s, devices - s)
     each       key blocks of a device
     """
     farthest = max((min(s, devices - s) for s, width in of_shift.items() if width), default=1)

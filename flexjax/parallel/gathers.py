@@ -102,7 +102,9 @@ def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], sp
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes as text with three digits and a decimal unit, such as "1.5 GB"."""
+    """A number of bytes as text: three significant digits with GB, MB or kB (powers of 1000), such as "1.5 GB", or below 1000 all digits
+    with B. What rounds to 1000 or more of its unit is written as "2e+03 GB".
+    """
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

@@ -25,7 +25,7 @@ ROWS = 64
 
 
 def block_of(length: int) -> int:
-    """The number of tokens that one cell of a picture stands for on a side of `length` tokens: 1 up to SIDE tokens."""
+    """The number of tokens that one cell of a picture stands for on a side of `length` tokens: length / SIDE, rounded up, at least 1."""
     return max(1, math.ceil(length / SIDE))
 
 
