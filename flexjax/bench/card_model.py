@@ -125,7 +125,8 @@ class Call(typing.NamedTuple):
 
     def visits(self, rows: int, columns: int, by_keys: bool = False) -> list[tuple[int, int]]:
         """(plain, masked) of each work item of one head, in the order of the tokens: how many of the visited tiles need no mask and how
-        many need one. Tiles of which the mask hides everything are not visited.
+        many need one. Tiles of which the mask hides everything are not visited. Items and tiles at the end of the tokens are taken as
+        whole ones.
 
         rows, columns   tokens of a work item and of a visited tile
         by_keys         whether items own keys and visit queries

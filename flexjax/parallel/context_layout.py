@@ -234,8 +234,9 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 
 def picture(layout: ContextLayout) -> str:
     """A layout as text of several lines: its repr; the sequence as a line with a digit for the owner of each part, for queries and, if
-    their number is another, for keys; for each device a bar for its work and the key blocks that it receives; and the heaviest over the
-    mean work. A layout of a traced mask has a line in place of the work; a traced layout is its repr and ", traced".
+    their number is another, for keys; for each device a bar for its work and the key blocks that it receives; at last the heaviest over
+    the mean work, and the key blocks that a device receives as a share of an all-gather. A layout of a traced mask has a line that says
+    so in place of the work; a traced layout is its repr and ", traced".
     """
     lines = [repr(layout)]
     if not layout.is_known:

@@ -197,8 +197,8 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
     problem    of the whole call
     operands   this device's parts of the operands, split as `spec_of` says
 
-    In the returned operands, key heads that the share does not read are dropped (`own_key_heads`), and the captured arrays are followed
-    by int32 scalars where a program needs the index at which the share begins in the batch or the heads.
+    In the returned operands, key, value and key_extra have the heads that the share's query heads read (`own_key_heads`), and the
+    captured arrays are followed by int32 scalars where a program needs the index at which the share begins in the batch or the heads.
     """
     plan = problem.plan
     share = Share(plan.batch, split.count(split.batch), plan.q_heads, split.count(split.heads))
@@ -344,13 +344,13 @@ def with_starts(params: Mapping[str, typing.Any], added: int) -> dict[str, typin
 def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
     """The key heads that this device's query heads read, selected from the key heads that the device has.
 
-    x       this device's part of key, value or key_extra, or of a tangent or gradient of one of them, in the plan's layout
+    x       this device's part of key, value or key_extra, or of a tangent of one of them, in the plan's layout
     heads   how many heads x has on all devices together
 
-    Fewer axes may split the key heads than the query heads (`key_axes`). Then a device selects: its query heads are cut into runs
-    of gcd(query heads of one key head, query heads of a device), each run reads one key head, and the result has one copy of that
-    key head for each run. A device whose query heads all read one key head gets this one. If the same axes split both, x is
-    returned as it is.
+    Fewer axes may split the key heads than the query heads (`key_axes`). Then a device selects: its query heads are cut into runs of
+    gcd(query heads of one key head, query heads of a device), each run reads one key head, and the result has one copy of that key head
+    for each run, also where neighbouring runs read the same one. It has one head if the query heads of a device divide those of a key
+    head. If the same axes split both, x is returned as it is.
     """
     own_axes = key_axes(plan, split, heads)
     rest = split.heads[len(own_axes) :]
