@@ -9,6 +9,8 @@
     step.py      `--suite step`: a training step on packed documents, by attention
     first_hour.py, first_hour_tasks.py, first_hour_pool.py, first_hour_cases.py, dense_oracle.py, card.py, first_hour_report.py
                  `--suite first-hour`: numbers, ceilings, times and tiles on a card that is new, and a report to send back
+    card_model.py, card_steps.py, tcgen05_counts.py
+                 what attention should take on a card, which that report puts beside its times
     interleaved.py
                  interleaved wall-clock times of compiled steps
 

@@ -1,9 +1,9 @@
 """How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
 
-Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; only the
-ring sends whole arrays. Gradients travel as float32 and are added in a fixed order: the own ones first, then those of each round. XLA
-chooses the order of additions inside a collective such as psum_scatter, so gradients of gathered keys go through all_to_all and are
-added here.
+Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; the methods
+"ring" and "all_to_all" send whole arrays. Gradients of keys travel in the score dtype and are added in a fixed order: the own ones first,
+then those of each round; those of gathered keys in the order of the devices. XLA chooses the order of additions inside a collective such
+as psum_scatter, so gradients of gathered keys go through all_to_all and are added here.
 """
 
 import typing

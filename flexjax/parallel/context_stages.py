@@ -2,7 +2,8 @@
 
 Queries and keys come as blocks with their numbers in the sequence, in any order. The stage's problem has the programs of the call,
 whose inputs are positions in the whole sequence, and an origin (ir/origin.py) that says where each block begins. Its block lists
-are made on the device: interval analysis of the mask program on the positions of the blocks gives each pair of blocks its class.
+were made on the host (context_lists.py), or are made on the device: interval analysis of the mask program on the positions of the blocks
+gives each pair of blocks its class.
 """
 
 import dataclasses
