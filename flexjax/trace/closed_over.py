@@ -19,12 +19,13 @@ from flexjax.trace.values import Value, is_known
 
 
 def split_closed_over(eqn: Equation, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
-    """Separates the captured arrays among the closed-over operands of the equation from its other operands.
+    """Separates the known values (captured arrays, and what is computed from these alone) among the closed-over operands of the equation
+    from its other operands.
 
     args   the values of the operands
 
-    Returns ({operand number: captured array}, [all other operands]). The derivative rule has no derivative by the captured
-    arrays, so none of their elements becomes a variable of the derivative.
+    Returns ({operand number: known value, wrapped by `_constant`}, [all other operands, in order]). Nothing is differentiated by the
+    wrapped values, so none of their elements becomes a variable of the derivative.
     """
     first = enumerate(args[: num_consts(eqn)])
     arrays = {i: _constant(a) for i, a in first if is_known(a)}
@@ -115,7 +116,8 @@ class ClosedBody:
 def body_of(eqn: Equation, closed_over: Mapping[int, jax.Array]) -> ClosedBody:
     """The jaxpr of the function without its derivative rule, with the closed-over arrays among its constants.
 
-    closed_over   captured arrays by operand number, as split_closed_over returns them; they are no inputs of the result
+    closed_over   known values by operand number, as split_closed_over returns them; they are no inputs of the result, and follow the
+                  jaxpr's own constants
     """
     closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
     jaxpr = closed.jaxpr

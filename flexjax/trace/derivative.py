@@ -89,16 +89,16 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the derivative program of a score_mod. Its results are the new score s', its derivative ds'/ds by the score s that
-    the mod gets, and ds'/dl for each element l of a floating array that the mod loads, in the dtype of the score; its
-    `gradients` are the loads of these l.
+    """Makes the derivative program of a score_mod. Its results, all in the dtype of the score, are the new score s', its derivative
+    ds'/ds by the score s that the mod gets, and ds'/dl for each element l of a floating array that the mod loads; its `gradients` are the
+    loads of these l.
 
     source   the program of the mod in which functions with a derivative rule of their own (custom functions) are Calls
     sizes    (batch, heads, q_len, kv_len)
 
-    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that derivative
-    rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole floating or complex
-    array.
+    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that derivative rules
+    captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole captured array, of whatever dtype.
+    jax's UnexpectedTracerError, of a derivative rule that closes over a value of the mod, is passed on.
     """
     lowering, found = replay_inlined(source, sizes)
     for call in source.calls:
@@ -113,7 +113,7 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
 
         score    the scalar s
         leaves   the elements of floating arrays that the mod loads, by which JAX differentiates
-        given    all inputs and loaded elements, by id
+        given    all inputs and loaded elements, by id; `score` and `leaves` replace theirs
         """
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
         return evaluate_scalars(source, known, _unexpected_load, _no_whole_array)
@@ -124,7 +124,7 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     )
 
     def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """(s', ds'/ds, [ds'/dl_j]) at one position, by jax.vjp.
+        """(s', ds'/ds, [ds'/dl_j for each load of a floating array, in order]) at one position, by jax.vjp.
 
         inputs   the five scalar inputs of the program
         loaded   the element of each load of the source program
@@ -153,7 +153,9 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
 
 
 def _underivable(error: Exception) -> str:
-    """The error message for a mod that JAX cannot differentiate: JAX's own message and what to do."""
+    """The error message for a mod that JAX cannot differentiate: "`score_mod` cannot be differentiated: ", JAX's own message `error`, and
+    a sentence that says what to do.
+    """
     return (
         f"`score_mod` cannot be differentiated: {str(error).rstrip('.')}. Stop the gradient before that operation with "
         "jax.lax.stop_gradient, or give the function a derivative rule with jax.custom_jvp."
@@ -161,8 +163,8 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
-    """The error message for `call`, which reads a whole floating array, which has no derivative here: one for loops, one for
-    all other primitives.
+    """The error message, which names `score_mod`, for `call`, which reads a whole floating or complex array and so has no derivative
+    here: one for loops, one for all other primitives.
     """
     if call.name in LOOPS:
         return (
@@ -189,5 +191,7 @@ def _unexpected_load(load: Load, index: list[jax.Array]) -> jax.Array:
 
 
 def _no_whole_array(capture: int) -> jax.Array:
-    """Raises ModError: evaluate_scalars asks for the whole captured array of this number, by which there is no derivative."""
+    """Raises ModError: evaluate_scalars asks for the whole captured array number `capture`, whose dtype is an integer or bool one here,
+    because derivative_program has refused the others with a better message.
+    """
     raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")

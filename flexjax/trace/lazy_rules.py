@@ -1,9 +1,10 @@
 """Lowering rules of primitives that rearrange elements (reshape, transpose, concatenate), for operands that are lazy arrays.
 
-The result is a LazyArray too: an index of the result is mapped to an index of the operand, and no element is made before
-somebody asks for it. A rule has the arguments (translation, equation, operands) and returns the values of the equation's
-results; see lower_rules.py. An index map (`IndexMap`) is made from the parameters of the equation and the shape of its operand.
-Operations that need all elements, such as a sum, are in lower_rules.py and ask for each of them.
+The result is a lazy array too (`Translation.lazy`): an index of the result is mapped to an index of the operand, and no element is made
+before somebody asks for it. Only a result of at most one element is made at once, as an array of atoms. A rule has the arguments
+(translation, equation, operands) and returns the values of the equation's results; see lower_rules.py. An index map (`IndexMap`) is made
+from the parameters of the equation and the shape of its operand. Operations that need all elements, such as a sum, are in lower_rules.py
+and ask for each of them.
 """
 
 import math
@@ -43,7 +44,9 @@ def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
 
 
 def whole_capture(shape: Sequence[int]) -> str:
-    """The error message for a captured array of that shape of which all elements are needed at each position."""
+    """The error for a captured array of that shape of which all elements are needed at each position: a sentence that starts with "it"
+    and says what to do.
+    """
     return (
         f"it uses a whole captured array of shape {tuple(shape)} at each position; index it with b, h, q_idx or kv_idx, or "
         "reduce it outside the mod."
@@ -51,9 +54,10 @@ def whole_capture(shape: Sequence[int]) -> str:
 
 
 def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
-    """The error message for needing all elements of an array of that shape that is computed from `values`.
+    """The error for needing all elements of an array of that shape that is computed from `values`: a sentence that starts with "it".
 
-    It names the cause: the message of a lazy value, else a captured array that is too large, else the array itself.
+    It is that of the first value that is the cause: the sentence of a lazy value, or that of a captured array of more than MAX_ELEMENTS
+    elements (`whole_capture`). Without such a value it names the array itself.
     """
     for value in values:
         if is_lazy(value):
@@ -86,7 +90,7 @@ def _by_index(index_map: Callable[[Params, tuple[int, ...]], IndexMap]) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-        """The rule: a lazy array whose elements are those of the operand at the mapped index. No element is read before it is asked for."""
+        """The rule: the lazy array whose elements are those of the operand at the mapped index."""
         (array,), aval = args[:1], eqn.outvars[0].aval
         where = index_map(eqn.params, tuple(array.shape))
         make = lambda index: element_of(self, array, where(self, index))
@@ -190,9 +194,7 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `split`: each result, a lazy array, is a slice of the operand along one axis; its indices are shifted
-    by the slice's start.
-    """
+    """The rule of `split`: each result is a slice of the operand along one axis; its indices are shifted by the slice's start."""
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
@@ -207,8 +209,8 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `concatenate`: a lazy array. For each element asked for, every operand is read, at the index clamped to it, and selects
-    take the element of the operand in which the index lies; selects fold away where the index is a literal.
+    """The rule of `concatenate`. For each element asked for, every operand is read, at the index clamped to it, and selects take the
+    element of the operand in which the index lies; selects fold away where the index is a literal.
 
     Operands of length 0 along the axis are left out.
     """
@@ -232,8 +234,8 @@ def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Va
 
 
 def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `stack`: a lazy array, whose index along the new axis selects the operand. Where that index is known only in
-    the kernel, every operand is read.
+    """The rule of `stack`: the index along the new axis selects the operand. Where that index is known only in the kernel, every operand
+    is read.
     """
     axis, aval = eqn.params["axis"], eqn.outvars[0].aval
 
@@ -256,7 +258,7 @@ def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]])
 
 
 def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `unstack`: each result, a lazy array, is the part of the operand at one index along an axis."""
+    """The rule of `unstack`: each result is the part of the operand at one index along an axis."""
     array, axis = args[0], eqn.params["axis"]
     outs = []
     for row, var in enumerate(eqn.outvars):

@@ -36,7 +36,7 @@ class View(np.ndarray):
     _operand: tuple[bytes, jax.Array] | None = None
 
     def __getitem__(self, index: object) -> Any:
-        """The element or part at an index: a JAX array if a tracer is in the index, else as numpy gives it."""
+        """The element or part at an index: a JAX array if the index is a tracer or a tuple with a tracer in it, else as numpy gives it."""
         traced = isinstance(index, Tracer) or (isinstance(index, tuple) and any(isinstance(i, Tracer) for i in index))
         return self.__jax_array__()[index] if traced else super().__getitem__(index)  # type: ignore[index]
 
@@ -73,10 +73,10 @@ def eager_without_mesh() -> Iterator[None]:
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError where JAX's integer type is
-    too narrow.
+    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError for an array of integers with a number that the
+    integer type which JAX gives it cannot hold.
 
-    Floats and complex numbers of 64 bits are rounded to the types that JAX has.
+    Without x64, float64 is rounded to float32 and complex128 to complex64.
     """
     with eager_without_mesh():
         made = as_array(array)
@@ -203,7 +203,8 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
 
 
 class Lift:
-    """Makes one copy of a function and of everything that it reaches arrays through; a value that is met twice is copied once.
+    """Makes one copy of a function and of everything that it reaches arrays through. An array, function, list, dict or object that is met
+    twice is copied once; tuples, partials and methods are made anew.
 
     split   the split arrays, by the id of the unsplit array that replaces each
     """

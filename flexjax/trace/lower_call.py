@@ -17,12 +17,11 @@ from flexjax.trace.values import MAX_ELEMENTS, MAX_UNROLL, Value, is_known, obje
 
 
 def equation_as_call(lowering: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """Appends a Call that runs the whole equation to the program of the translation `lowering`; returns its results as arrays
-    of atoms.
+    """Appends a Call that runs the whole equation to the program of the translation `lowering`; returns its results as arrays of atoms.
 
-    A known array that a loop reads, or one of more than MAX_UNROLL elements, is captured and passed whole; all other operands
-    are atoms. A function with a derivative rule of its own keeps its body, and operands of it that `split_closed_over` finds
-    are no operands of the Call. Raises ModError for a result of more than MAX_ELEMENTS elements.
+    A known array that a loop reads, or one of more than MAX_UNROLL elements, is captured and passed whole; all other operands are atoms.
+    A function with a derivative rule of its own keeps its body, and operands of it that `split_closed_over` finds are no operands of the
+    Call. Raises ModError for a result, or an operand that becomes atoms, of more than MAX_ELEMENTS elements.
     """
     custom = eqn.primitive.name in CUSTOM
     closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)

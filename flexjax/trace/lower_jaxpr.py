@@ -7,10 +7,9 @@ The jaxpr is interpreted once, equation by equation, on values of three kinds (v
     array of atoms   a scalar, or a small array whose elements are atoms of the program
     lazy array       an array whose elements become atoms when they are asked for
 
-Small vectors inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length
-are unrolled. An equation that no rule covers becomes a `Call` (lower_call.py), which only some backends run. To capture a JAX array is to make
-it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and
-jax.custom_vjp.
+Small vectors inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length are
+unrolled. An equation that no rule covers becomes a `Call` (lower_call.py), which only some backends run. To capture a JAX array is to
+make it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and jax.custom_vjp.
 """
 
 import contextlib
@@ -69,8 +68,9 @@ from flexjax.trace.values import (
 class Lowering:
     """The translation of one jaxpr to a program.
 
-    builder                         makes the program
-    arrays                          the JAX arrays captured so far, in the order of the builder's captures
+    builder   makes the program
+    arrays    the JAX arrays that this translation captured so far, in the order of their numbers; the builder's captures may begin with
+              others (derivative.replay_inlined)
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class Lowering:
     ):
         """Starts a translation that appends its steps to `builder`.
 
-        keep_custom        functions with derivative rules of their own, and stop_gradient, become steps, so that a derivative
-                           can be made; otherwise such functions are inlined
-        inline_constants   elements of known arrays of at most MAX_ELEMENTS elements become literals instead of loads
+        keep_custom        functions with derivative rules of their own, and stop_gradient, become steps, so that a derivative can be
+                           made; otherwise such functions are inlined
+        inline_constants   a known array that is turned into atoms as a whole (`as_atoms`) becomes literals instead of loads, unless it is
+                           traced; one that is indexed is still loaded
         split              the array to capture instead of another, by the id of that other: arrays over explicit mesh axes (see
                            lift_numpy.py)
         """
@@ -175,13 +176,13 @@ class Lowering:
         return equation_as_call(self, eqn, args)
 
     def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its
-        results as JAX values.
+        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns the values of its
+        results.
 
         args   the values of its operands: known values, or literals as arrays of one atom
 
-        Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the
-        equation part of the caller's trace; a nested function there is translated by its body. Everything else is
+        The equation becomes part of the caller's trace where an operand is a tracer, and where it has an inner jaxpr and its types vary
+        over mesh axes of shard_map; a nested function (jit, remat) whose types vary so is translated by its body. Everything else is
         computed at once.
         """
         values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
@@ -250,8 +251,8 @@ class Lowering:
     def as_atoms(self, value: Value) -> np.ndarray:
         """Turns any value into an array of atoms, a numpy object array of its shape.
 
-        A known value is captured and each of its elements loaded (or made a literal, if `inline_constants`). Raises ModError
-        for more than MAX_ELEMENTS elements.
+        A known value is captured and each of its elements loaded (or made a literal, with `inline_constants` and unless it is traced).
+        Raises ModError for a known or lazy value of more than MAX_ELEMENTS elements.
         """
         if is_lazy(value):
             return value.atoms()
@@ -276,8 +277,8 @@ class Lowering:
         element        makes the atom at an index; it is called when an element is asked for
         too_large      the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
 
-        The array remembers the branches of `cond` that are being translated now. An element that is made later is translated
-        inside those branches, because `run_branch` stops the derivative of a branch that is not taken.
+        The array remembers the branches of `cond` that are being translated now. An element that is made later is translated inside those
+        branches, because `run_branch` stops the derivative of a branch that is not taken.
         """
         branches = list(self._branches)
 

@@ -1,9 +1,9 @@
 """Lowering rules of primitives that are not elementwise, by the name of the primitive.
 
-A rule has the arguments (translation, equation, operands) and returns the values of the equation's results, as arrays of atoms
-(values.py), or None where the equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects, short
-loops are unrolled. A docstring "The rule of `pad`" stands for: translates an equation of the primitive pad. Rules of array operations
-turn their operands into arrays of atoms (`as_atoms`), which raises ModError for more than MAX_ELEMENTS elements; with a lazy operand, a
+A rule has the arguments (translation, equation, operands) and returns the values of the equation's results (values.py), or None where the
+equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects, short loops are unrolled. A docstring
+"The rule of `pad`" stands for: translates an equation of the primitive pad. Rules of array operations turn their operands into arrays of
+atoms (`as_atoms`), which raises ModError for more than MAX_ELEMENTS elements, and return arrays of atoms; with a lazy operand, a
 primitive of lazy_rules.LAZY_RULES has its rule from there.
 """
 

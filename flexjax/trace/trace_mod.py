@@ -216,15 +216,15 @@ def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[ja
 
 
 def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
-    """Calls the user's function once on tracers; returns its jaxpr on scalars.
+    """Calls the user's function once on tracers; returns its jaxpr on scalars, and its split arrays (`Traced`).
 
     name        the user's argument, for errors
     mod         the function
     arguments   the names of its arguments; "score" has the dtype `score_dtype`, all others are int32
 
-    Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a
-    Python number, in numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or
-    returns anything but one scalar. Any other error of the function is passed on.
+    Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a Python number, in
+    numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or returns anything but one scalar. Any
+    other error of the function is passed on.
     """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)

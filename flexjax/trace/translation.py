@@ -165,8 +165,12 @@ class Translation(Protocol):
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Value:
-        """The array whose elements are `make` of the corresponding elements of `values`, each of which has its shape or is a
-        scalar (shape ()); lazy if a value is lazy or a known array of several elements.
+        """The array whose elements are `make` of the corresponding elements of `values`; lazy if a value is lazy or a known array of
+        several elements, else an array of atoms (`Lowering.map_values`).
+
+        make           makes an atom from one atom of each value
+        values         each has the shape of the result or is a scalar (shape ())
+        shape, dtype   of the result
         """
         ...
 

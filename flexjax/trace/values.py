@@ -26,7 +26,8 @@ from flexjax.ir.program import Atom
 MAX_ELEMENTS = 1024
 """Largest small array that is unrolled into scalars."""
 MAX_UNROLL = 64
-"""Longest loop that is unrolled, and largest array handed whole to a function with a derivative rule of its own."""
+"""The most iterations of a loop that is unrolled, and the most elements of a known array that a Call other than a loop gets as atoms; a
+larger one is captured whole."""
 
 Index = tuple[Atom, ...]
 """The index of an element: an int32 atom for each dimension, within bounds."""
