@@ -220,9 +220,7 @@ class Builder:
         return next(s for s in self.steps if isinstance(s, Load) and s.out == atom)
 
     def clamped(self, index: Atom, limit: int) -> Atom:
-        """The integer atom `index` limited to 0..limit and converted to int32; no operation is made where its range lies
-        within.
-        """
+        """The integer atom `index` limited to 0..limit and converted to int32; the atom itself if it is int32 and its range lies within."""
         low = self.op("max", (index, literal(0, index.dtype)), index.dtype)
         if limit > jnp.iinfo(jnp.dtype(index.dtype)).max:
             return self.convert(low, "int32")  # the type ends before the array does
@@ -296,7 +294,7 @@ class Builder:
         return None
 
     def _definition(self, atom: Atom) -> Op | None:
-        """The Op that computes an atom; None for inputs, literals, loads and calls."""
+        """The Op that computes an atom and that `op` made; None for inputs, literals, loads, calls and results of `unfolded`."""
         return self._ops.get(atom.id) if isinstance(atom, Val) else None
 
     def _select_of_products(self, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:

@@ -168,7 +168,7 @@ def _division(op: Op, a: Array, b: Array) -> Array:
 
 
 def _convert(op: Op, x: Array) -> Array:
-    """The operand x converted to the dtype of the Op's result; a complex operand loses its imaginary part."""
+    """The operand x converted to the dtype of the Op's result; a complex operand that becomes a float loses its imaginary part."""
     dtype = jnp.dtype(op.out.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
         x = lax.real(x)  # the primitive drops the imaginary part; lax.convert_element_type would warn

@@ -39,7 +39,8 @@ def evaluate_scalars(
 ) -> Array:
     """Evaluates a program on scalars; returns its first result, a scalar of the result's dtype.
 
-    known   values by id: the inputs, and any other values that the caller has; a step whose results are all known is skipped
+    known   values by id: the inputs that the program reads, and any other values that the caller has; a step whose results are all known
+            is skipped
     load    gives the element that a load reads, from the load and the scalars of its index
     whole   gives a captured array by its number, for a Call that takes the whole array
 

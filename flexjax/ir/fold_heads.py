@@ -28,7 +28,7 @@ def fold_heads(
     group     query heads of a key head
     lengths   (batch entries, keys) of the call
     origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program has two
-              more captured arrays, those of `Starts`: query and key, both int32 [rows, 1]
+              more captured arrays, those of `Starts`: query and key, both int32 [origin.rows, 1]
 
     Results and gradients correspond to those of `program`. Rows past the last one are the kernel's to hide.
     """

@@ -92,7 +92,7 @@ class OriginLayout:
 
     @property
     def table_dims(self) -> tuple[str, str]:
-        """For partitioning rules, the names of the dimensions of both tables; "b" is that of the batch."""
+        """Dimensions of both tables for partitioning rules: ("b query_runs", "b key_runs"), with "origin_b" in place of "b" for one row."""
         entry = "b" if self.rows > 1 else "origin_b"
         return f"{entry} query_runs", f"{entry} key_runs"
 
@@ -118,7 +118,7 @@ class OriginTable:
     whole: Sizes
 
     def __repr__(self) -> str:
-        """Without the arrays, because their text would wait for the device."""
+        """The text "OriginTable(LAYOUT, whole=WHOLE)", without the arrays, because their text would wait for the device."""
         return f"OriginTable({self.layout}, whole={self.whole})"
 
 

@@ -1,8 +1,8 @@
 """What a program is: the form of a traced mod that every backend reads.
 
-A `score_mod` or `mask_mod` becomes a `Program`: a flat list of steps on *scalars*, in order. The program describes the captured
-arrays by shape and dtype only; the arrays themselves are operands of a call. It is immutable and hashable: two closures with
-the same operations and other captured values are the same program, so nothing is compiled twice.
+A `score_mod` or `mask_mod` becomes a `Program`: a flat list of steps on *scalars*, in order. The program describes the captured arrays by
+shape and dtype only; the arrays themselves are operands of a call. It is immutable and hashable: two closures with the same operations
+and other captured values are the same program, so nothing is compiled twice.
 
     atom     an operand of a step: `Lit` (a literal) or `Val` (an input of the program or the result of a step)
     step     `Op` (elementwise primitive), `Load` (one element of a captured array), `Call` (anything else: control flow
@@ -10,13 +10,12 @@ the same operations and other captured values are the same program, so nothing i
     result   an atom; a mask has one (bool), a score program one, or one plus its derivatives (see derivative.py)
     index    b, h, q, kv: the numbers of the batch entry, the query head, the query and the key, int32 inputs of a program
 
-Every `Val` knows the *axes* it depends on, a subset of AXES: a value of b and h alone (a *uniform* value) is worth computing
-once a program, one of q once a row, one of kv once a column. `delta` stands for "depends on q and kv only through q - kv": such
-a value is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A value that has `q` or `kv` does not have
-`delta`.
+Every `Val` knows the *axes* it depends on, a subset of AXES: a value of b and h alone (a *uniform* value) is worth computing once a
+program, one of q once a row, one of kv once a column. `delta` stands for "depends on q and kv only through q - kv": such a value is a
+vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A value that has `q` or `kv` does not have `delta`.
 
-An integer value that is known to be the affine function b*B + h*H + q*Q + kv*K + const (+ multiples of uniform values) keeps
-that function as its *linear form* (linear.py), which tells a load of a contiguous vector or tile from a gather.
+An integer value that is known to be the affine function b*B + h*H + q*Q + kv*K + const (+ multiples of uniform values) keeps that
+function as its *linear form* (linear.py), which tells a load of a contiguous vector or tile from a gather.
 """
 
 import dataclasses
@@ -269,27 +268,22 @@ def axes_of(atom: Atom) -> Axes:
 
 
 def range_of_val(atom: Atom) -> tuple[int, int] | None:
-    """The range (lowest, highest), both inclusive, of an integer atom over the whole attention matrix; None where unknown, and
-    for atoms that are no integers.
-    """
+    """The range (lowest, highest), inclusive, of an integer atom over the attention matrix; None where unknown, and for other atoms."""
     if isinstance(atom, Lit):
         return (atom.value, atom.value) if isinstance(atom.value, int) and not isinstance(atom.value, bool) else None
     return None if atom.low is None or atom.high is None else (atom.low, atom.high)
 
 
 def _param_text(params: tuple[tuple[str, object], ...]) -> str:
-    """The static parameters `params` of an Op, (name, value) each, as text: "[name=value name=value]" without the parameters that
-    are None; "" if no other is left.
-    """
+    """The static parameters of an Op as text: "[name=value name=value]" without those that are None; "" if no other is left."""
     kept = [f"{k}={v}" for k, v in params if v is not None]
     return "[" + " ".join(kept) + "]" if kept else ""
 
 
 def _step_text(step: Step) -> str:
-    """A step as one line of program text: its results with dtypes, the operation with its static parameters, and its operands.
-
-    Programs are equal, and share compiled kernels, exactly if their texts are equal (`Program.key`). The line must therefore
-    differ between steps that compute different things.
+    """A step as one line of program text, without indentation (`program_text` has an example): its results with dtypes, the operation
+    with its static parameters, and its operands. The line must differ between steps that compute different things, because programs are
+    equal, and share compiled kernels, exactly if their texts are (`Program.key`).
     """
     outs = ", ".join(f"{o}:{o.dtype}" for o in step.outs)
     if isinstance(step, Op):
@@ -301,7 +295,14 @@ def _step_text(step: Step) -> str:
 
 
 def program_text(program: Program) -> str:
-    """The program as text: inputs with their ranges, captured arrays, one line for each step, results. See Program.key."""
+    """The program as text: inputs and captured arrays, a line for each step, the results, and the `gradients` if it has any. An example:
+
+    (score=%0:float32, b=%1:int32, h=%2:int32, q=%3:int32, kv=%4:int32) in (0..1, 0..3, 0..255, 0..255) with (c0:float32[4])
+      %5:float32 = load c0[%2]
+      %6:float32 = add %0 %5
+      -> %6, 1.0:float32, 1.0:float32
+      gradients of steps 0
+    """
     head = ", ".join(f"{n}=%{v.id}:{v.dtype}" for n, v in zip(INPUT_NAMES, program.inputs, strict=True))
     ranges = ", ".join(f"{v.low}..{v.high}" for v in program.inputs[1:])
     captured = ", ".join(f"c{i}:{c}" for i, c in enumerate(program.captures))
@@ -343,8 +344,7 @@ class LoadClass:
 def _dim_kind(atom: Atom) -> str:
     """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other".
 
-    Terms of b and h and constants do not count; any other coefficients of q and kv than 0, 1 and these pairs give
-    "other".
+    Terms of b and h and constants do not count; any other coefficients of q and kv than 0, 1 and these pairs give "other".
     """
     if not axes_of(atom) - UNIFORM:
         return "uniform"

@@ -89,7 +89,8 @@ def _number(atom: Atom) -> float | None:
 
 
 def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
-    """Splits an atom that is a product x * c with a literal c: returns (x, c), and (atom, 1.0) for any other atom.
+    """Splits an atom that is a product x * c with a literal c that can be a factor (`_number`): returns (x, c), and (atom, 1.0) for any
+    other atom.
 
     definition   from an atom to the Op that computes it
     """

@@ -88,8 +88,8 @@ def equation_function(
 
 
 def equation_text(eqn: Equation) -> str:
-    """The equation's parameters as the text of a dict of strings, sorted by name, then a space and 16 hexadecimal digits: the SHA-256 of
-    the values of all constants inside nested jaxprs (`nested_consts`).
+    """The equation's parameters as the text of a dict of strings, sorted by name, then a space and the first 16 hexadecimal digits of the
+    SHA-256 of the values of all constants inside nested jaxprs (`nested_consts`).
 
     Two equations of one primitive with the same text compute the same.
     """
