@@ -183,9 +183,10 @@ def _neg(op: Op, args: list[Interval]) -> Interval:
 
 
 def _abs(op: Op, args: list[Interval]) -> Interval:
-    """abs(x): starts at 0 in blocks where x may have either sign; `contiguous` where x is.
+    """abs(x): starts at 0 in blocks where the interval of x contains 0, else at the lesser magnitude of its ends; `contiguous` where x
+    is.
 
-    Its ends are attained where x is contiguous, or attained without changing its sign.
+    Its ends are attained where x is contiguous, and where x is attained and its interval does not contain 0.
     """
     (x,) = args
     a, b = jnp.abs(x.low), jnp.abs(x.high)
@@ -229,10 +230,10 @@ def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Ca
 def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
     """x // y of integers, by the quotients of the ends.
 
-    A literal divisor keeps the flags of x; a negative one -d is computed as (-x) // d, with the whole range of the type
-    in blocks where x may be the least integer, and gives None if it is the least integer itself. Any other divisor
-    keeps the flags only where it is one positive number; the interval is the whole range of the type in blocks where it
-    may be negative, or 0 in an unsigned type. Signed x // 0 is -1 or -2.
+    A literal divisor other than 0 keeps the flags of x; a negative one -d is computed as (-x) // d, with the whole range of the type in
+    blocks where x may be the least integer, and gives None if it is the least integer itself. Any other divisor keeps the flags only
+    where it is one positive number; the interval is the whole range of the type in blocks where it may be negative, or 0 in an unsigned
+    type. Signed x // 0 is -1 or -2.
     """
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
@@ -346,7 +347,9 @@ def _fits(x: Interval, dtype: jnp.dtype) -> Array:
 
 
 def range_known(atom: ir.Atom) -> bool:
-    """Whether the integer atom is a literal or has a range (Val.low), which shows that it cannot have wrapped around."""
+    """Whether the integer atom is a literal or has a range (Val.low). For types of 32 bits and more, that shows that it cannot have
+    wrapped around; values of at most 16 bits always have one, if only that of the type.
+    """
     return isinstance(atom, Lit) or atom.low is not None
 
 

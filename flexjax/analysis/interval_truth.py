@@ -23,8 +23,8 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
     x, y                  the operands
     apart                 whether x and y share neither queries nor keys, so that all combinations of their values occur
 
-    Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen does
-    happen at some entry. Elsewhere no outcome is certain.
+    Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen is marked as certain at
+    some entry. That holds for < and <=; of equality `_eq` removes what the ends do not show. Elsewhere no outcome is certain.
     """
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:

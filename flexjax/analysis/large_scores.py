@@ -35,12 +35,11 @@ MASK_WIDTH = 2.0
 def may_be_large(program: Program | None) -> bool:
     """Whether a finite result of the score program may have magnitude LARGE or more.
 
-    program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE or more
-              gives True wherever the program has it
+    program   the score program; None stands for the identity, whose scores are moderate. A float literal of magnitude LARGE or more, but
+              not an infinite one, gives True wherever the program has it
 
-    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it and slopes along positions, where
-    their range is unknown, in MODERATE_FACTOR. An element of a captured array that is added may be anything, so that a captured
-    bias gives True.
+    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it and slopes along positions, where their range
+    is unknown, in MODERATE_FACTOR. An element of a captured array that is added may be anything, so that a captured bias gives True.
     """
     if program is None:
         return False

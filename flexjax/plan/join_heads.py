@@ -46,13 +46,13 @@ LANES = 128
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
     """The plan with all heads joined into one: one query head of T * N rows and one key head of S * M columns, with programs, blocks,
-    options and pages counted in rows and columns. With several key heads the mask also hides the columns of other heads, and no block is
-    full.
+    options and pages counted in rows and columns; a block_kv that the options leave open is set (`_tile_tokens`). With several key heads
+    the mask also hides the columns of other heads, and no block is full.
 
     None if the plan is not joined:
 
-    any keys           layout BNTH, no queries, extra features, an origin of several runs, or block lists of the user
-    contiguous keys    key heads not in HEADS, more than MOST_ROWS rows, sinks, block lists that differ by head, or several query blocks
+    any keys          layout BNTH, no queries, extra features, an origin of several runs, or block lists of the user
+    contiguous keys   key heads not in HEADS, more than MOST_ROWS rows, sinks, block lists that differ by head, or several query blocks
     """
     heads, origin, options = plan.kv_heads, plan.origin, plan.options
     rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
@@ -123,12 +123,14 @@ def _item_size(plan: KernelPlan) -> int:
 def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
     """The operands of `joined_plan(plan)`, which must not be None, from the operands of `plan`.
 
-    query, key, value   reshaped to [B, T * N, 1, D], [B, S * M, 1, D] and [B, S * M, 1, E]; in pages, [P, page * M, 1, D]
+    query, key, value   reshaped to [B, T * N, 1, D], [B, S * M, 1, D] and [B, S * M, 1, E]; in pages, key is [P, page * M, 1, D] and
+                        value [P, page * M, 1, E]
     lengths             in rows and columns: multiplied by N and by M
     lists               those of the joined blocks; None where the joined plan has none (`_joined_lists`)
     sinks               [1, T * N], one for each row
     captured arrays     with an origin, followed by its tables of starts (`_joined_program`)
     origin              zeros, because the programs read those tables instead
+    pages, scales       as they are: scales are still by the M key heads of `plan`
     """
     origin, lengths, lists = operands.origin, operands.lengths, operands.lists
     starts: tuple[Array, ...] = ()

@@ -156,8 +156,8 @@ class KernelPlan:
     def covered(self, queries: int, keys: int) -> tuple[int, int]:
         """The size, in (queries, keys), of the rectangle that a kernel with tiles of `queries` x `keys` visits together.
 
-        Along each axis that is the larger of the tile and the mask block (of the tile alone without a block mask). Where the
-        query or key length is no multiple of it, some tiles of the last mask block lie wholly past the end.
+        Along each axis that is the larger of the tile and the mask block (of the tile alone without a block mask). Where the query or key
+        length is no multiple of it, some tiles of the last mask block may lie wholly past the end.
         """
         blocks = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
         return max(queries, blocks[0]), max(keys, blocks[1])
@@ -186,8 +186,8 @@ class BlockLists(typing.NamedTuple):
     """The partial and the full key blocks of each query block: int32 arrays, None where the BlockLayout says width 0.
 
     partial_num, full_num       [batch, heads, q_blocks]: how many key blocks the list of each query block has
-    partial_index, full_index   [batch, heads, q_blocks, width]: their block numbers, ascending; entries past the number are
-                                arbitrary valid block numbers
+    partial_index, full_index   [batch, heads, q_blocks, width]: their block numbers, ascending unless the BlockLayout says
+                                from_user_lists; entries past the number are arbitrary valid block numbers
 
     batch, heads and width are those of the BlockLayout.
     """
@@ -288,8 +288,8 @@ class Results(typing.NamedTuple):
 
 
 class Gradients(typing.NamedTuple):
-    """The results of the backward pass: the gradient of each movable operand, in the shape and dtype of that operand; None for
-    gradients that were not wanted.
+    """The results of the backward pass: the gradient of each movable operand, in the shape and dtype of that operand (of a partial plan
+    at least in the score dtype); None for gradients that were not wanted.
     """
 
     query: jax.Array | None

@@ -51,9 +51,9 @@ Entries = dict[str, dict[str, typing.Any]]
 
 
 def plan_text(plan: KernelPlan) -> str:
-    """The fields of the plan as text, a line each, and of its options those that are no tile sizes. Fields that few plans set
-    (origin, lengths, exact_captures, page and cache_dtype, precision, the options instruction and cta_pairs) have a line only where they
-    are set.
+    """The fields of the plan as text, "name: value" each from a new line (programs take several), and of its options deterministic,
+    interpret and, where they are set, instruction and cta_pairs. The fields origin, lengths, exact_captures, page, cache_dtype and
+    precision are there only if set; tile sizes and `split` never are.
 
     Equal plans give the same text in every process (addresses in it are removed), so that a digest of it can be stored.
     """
@@ -71,8 +71,9 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """The plan in one line of text, for the field "plan" of an entry: sizes, dtype, layout, which of score_mod, mask_mod, blocks and
-    dropout it has, and "any order" if the backward pass may add in any order.
+    """The plan in one line, for the field "plan" of an entry, such as "B=1 N=8 M=8 T=4096 S=4096 D=128 E=128 bfloat16 BTNH score_mod
+    mask_mod blocks of 128 x 128 dropout any order". The words from "score_mod" on are there if the plan has that; "any order" if the
+    backward pass may add in any order.
     """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
@@ -93,7 +94,7 @@ def versions() -> tuple[str, str]:
 
 def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | None) -> str:
     """The key under which a file of measured tiles has the entry of a plan: 32 hexadecimal digits of a SHA-256. It is the same with
-    exact_captures, which runs with the same tiles, and with other tile sizes among the options.
+    exact_captures, which runs with the same tiles, and with other sizes among the options (tiles, `split`).
 
     backend, device   name of the backend, device kind as jax names it
     of                versions of jax and flexjax for which the tiles were measured; None in the tables of the package
