@@ -91,7 +91,8 @@ def equation_text(eqn: Equation) -> str:
     """The equation's parameters as the text of a dict of strings, sorted by name, then a space and the first 16 hexadecimal digits of the
     SHA-256 of the values of all constants inside nested jaxprs (`nested_consts`).
 
-    Two equations of one primitive with the same text compute the same.
+    Two equations of one primitive with the same text compute the same, unless a nested jaxpr has an array as a literal, as jax makes them
+    under jax_use_simplified_jaxpr_constants.
     """
     digest = hashlib.sha256()
     for const in nested_consts(tuple(eqn.params.values())):
