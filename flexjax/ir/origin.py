@@ -177,8 +177,8 @@ def table_of(
     lengths    (queries, keys) of the call; each is one run
     existing   how many queries and keys of each batch entry exist, int32 [batch], for query="end" (`_at_end`); None: all
 
-    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for numbers of other types or shapes, for a `whole`
-    shorter than the call, and for numbers below 0 or too large for `whole`; those of jax arrays are not looked at.
+    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for other types or shapes, for numbers below 0 or
+    too large for `whole` (those in jax arrays are not looked at), and for a `whole` shorter than the call, unless query and key are 0.
     """
     if origin is None or isinstance(origin, OriginTable):
         return origin

@@ -4,6 +4,7 @@ The room owns the plan, its operands, and what is derived from a plan before a b
 trace/, ir/, types.py and errors.py; backends import it.
 
     kernel_plan.py      KernelPlan (static, hashable), Operands (arrays), Results and Gradients
+    known_lists.py      block lists whose numbers are known while a call is traced
     problem.py          Problem: a plan with the derivative and the choice of backends, the parameter of the JAX primitives
     precision.py        the precision of products of float32, by its name in a plan
     lengths.py          which queries and keys exist

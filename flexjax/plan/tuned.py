@@ -190,7 +190,8 @@ def write(path: str | os.PathLike[str], entries: Entries) -> None:
     """Joins the entries (see `joined`) to those of the file at `path`, which is created if missing, with its folder.
 
     Lookups of this process read the file again afterwards. A lock lets several processes write one after another, and the file is
-    replaced at once, so that a reader sees it before or after a change. A file that cannot be read is renamed, with a warning.
+    replaced at once, so that a reader sees it before or after a change. A file that is not one of measured tiles is renamed, with a
+    warning that names both; OSError is passed on.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
