@@ -12,11 +12,10 @@ from flexjax.ir.ranges import fits, is_integer
 
 
 def literal(value: object, dtype: DTypeLike) -> Lit:
-    """Makes the literal of `value`, a number or bool, in the dtype: a Python bool, int, float or complex, with the
-    dtype's name.
+    """Makes the literal of `value`, a number or bool, in the dtype: a Python bool, int, float or complex, with the dtype's name.
 
-    The value is converted as by numpy's `astype`: a float is rounded to the dtype, and to inf if it is too large; an
-    integer that is too large wraps around.
+    The value is converted as by numpy's `astype`: a float is rounded to the dtype, and to inf (NaN in a type without inf) if it is too
+    large; an integer of at most 64 bits that is too large wraps around.
     """
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):

@@ -1,11 +1,11 @@
 """Traces a user's function to a program and the arrays that the function captured.
 
-The function is called once, on scalar tracers. The arrays that it captured (JAX arrays, tracers of an outer transformation,
-numpy arrays) become operands; everything else becomes a `Program` (ir/program.py). A function that cannot be used raises
+The function is called on scalar tracers, once unless it raises TypeError. The arrays that it captured (JAX arrays, tracers of an outer
+transformation, numpy arrays) become operands; everything else becomes a `Program` (ir/program.py). A function that cannot be used raises
 ModError with the reason in a sentence.
 
-The file's terms: a *custom function* is one with a derivative rule of its own (jax.custom_jvp, jax.custom_vjp). The *derivative
-program* of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
+The file's terms: a *custom function* is one with a derivative rule of its own (jax.custom_jvp, jax.custom_vjp). The *derivative program*
+of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
 """
 
 import dataclasses
@@ -216,7 +216,7 @@ def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[ja
 
 
 def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
-    """Calls the user's function once on tracers; returns its jaxpr on scalars, and its split arrays (`Traced`).
+    """Calls the user's function on tracers (`_jaxpr_of`); returns its jaxpr on scalars, and its split arrays (`Traced`).
 
     name        the user's argument, for errors
     mod         the function
