@@ -32,29 +32,35 @@ class Tile(typing.Protocol):
         ...
 
     def spread(self, value: Array, have: Axes, want: Axes) -> Array:
-        """A value that has the axes `have`, broadcast for use with the axes `want`, which contain them.
+        """A value that has the axes `have`, broadcast for use with the axes `want`, which contain them, or q and kv in place of delta.
 
         A diagonal window (axis "delta") becomes a tile if `want` has q and kv.
         """
         ...
 
     def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
-        """An integer value that is affine in q - kv (`val.linear`), from the values of its uniform terms by id."""
+        """An integer value that depends on q and kv through q - kv alone, from its linear form (`val.linear`), which may have b and h
+        too.
+
+        uniform   the values of the form's uniform terms, by id
+        """
         ...
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
-        """The result of an Op, from operands that were spread to the axes of the result."""
+        """The result of an Op, from operands that were spread to the axes of the result; literals come as `literal` makes them."""
         ...
 
     def load(self, load: Load, index: Sequence[Array]) -> Array:
-        """The elements that a Load reads, from index values that were spread to the axes of its result."""
+        """The elements that a Load reads, from index values that were spread to the axes of its result; literals come as `literal` makes
+        them.
+        """
         ...
 
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
         """The values of a Call's results in order.
 
         call   the step
-        read   gives the value of an operand, spread to the axes of the first result
+        read   gives the value of an operand, spread to the axes of the first result; a literal as `literal` makes it
         """
         ...
 
@@ -64,11 +70,10 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
 
     program   the program
     tile      the region, which decides the form of values
-    want      for each result the axes to which it is spread; by default the axes that the result itself has. A literal
-              is never spread
+    want      for each result the axes to which it is spread; by default the axes that the result itself has. A literal is never spread
 
-    An Op whose result depends on q - kv alone, while an operand depends on q or kv, is computed by `tile.diagonal`. Returns the
-    values of the program's results, in order.
+    An Op whose result depends on q and kv through q - kv alone, while an operand depends on q or kv, is computed by `tile.diagonal`.
+    Returns the values of the program's results, in order.
     """
     env: dict[int, Array] = {}
     spread: dict[tuple[int, Axes], Array] = {}
