@@ -151,7 +151,9 @@ def _broadcast(params: Params, shape: tuple[int, ...]) -> IndexMap:
 
 
 def _reshape(params: Params, shape: tuple[int, ...]) -> IndexMap:
-    """Index map of `reshape`: within each group of matching dimensions, the index is flattened to one number and split anew."""
+    """Index map of `reshape`: within each group of matching dimensions, the index is flattened to one number, in row-major order, and
+    split anew.
+    """
     groups = _matching_groups(shape, tuple(params["new_sizes"]))
 
     def operand_index(self: Translation, index: Index) -> list[Atom]:
