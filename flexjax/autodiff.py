@@ -108,7 +108,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     run    the choice, whose plan may have measured tiles; all else is as in the plan of `problem`
 
     Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores and rounding. The out of a partial plan is
-    the float32 sum of the backend's out and rounding.
+    the backend's `Results.float32_out`, and no rounding follows.
     """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     out, rounding = results.out, results.rounding
@@ -213,13 +213,13 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 
 
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
-    """Chooses the backend of the backward pass; warns of a fallback.
+    """Chooses the backend of the backward pass for `target` and returns the Run; warns of a fallback.
 
     wanted    which movable operands get a gradient
     has_lse   not read, because no choice depends on it
 
     The warning says that the gradients of captured arrays are the reason, if another backend would be chosen without them. Raises
-    ValueError if score_mod has no derivative.
+    ValueError if score_mod has no derivative, and NotImplementedError if no backend accepts the forward pass.
     """
     asked = problem.plan, problem.implementation, target
     run = dispatch.choose_backward(*asked, Wanted.of(wanted), problem.needed_derivative())
@@ -309,9 +309,9 @@ def _tangent_transpose(
     flat         the arguments of `tangent`; those that are tangents are placeholders
     moving       which movable operands have a tangent
 
-    Returns an entry for each argument: None for operands, out and lse. If both cotangents are known to be zero,
-    `backward` is not bound and the entries are symbolic zeros; that of out alone becomes an array of zeros, that of lse
-    alone is left out.
+    Returns an entry for each argument: None for operands, out, lse and rounding. If both cotangents are known to be zero,
+    `backward` is not bound and the entries of tangents are symbolic zeros; if only that of out is, it becomes an array of zeros; if
+    only that of lse is, it is left out.
     """
     n = problem.structure.num_leaves + problem.residuals
     fixed = flat[:n]

@@ -112,8 +112,9 @@ def autotune(
     Returns a Tuning: `options` to pass as kernel_options, `timings`, and a table as its str(). Tiles that `kernel_options` fixes
     are not searched. Programs that are compiled already keep their tiles; programs that are lowered later use the new ones.
 
-    Raises what flex_attention would raise, TypeError for a keyword that flex_attention does not have, ValueError for tracers and
-    for simulated kernels, NotImplementedError for `context=` and for a cache in pages, RuntimeError if no candidate runs.
+    Raises what flex_attention would raise, TypeError for a keyword that flex_attention does not have, ValueError for tracers, for
+    simulated kernels and, with `backward`, for a score_mod without a derivative, NotImplementedError for `context=`, for a cache in
+    pages and for the reference implementation, RuntimeError if no candidate runs.
 
     Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
@@ -198,7 +199,7 @@ def _search(
     cache      where the fastest tiles are written: True: the user's file; a path: that file; False: nowhere
     progress   whether to draw a progress bar; None: if stderr is a terminal
 
-    Raises RuntimeError, with the reason of each candidate, if none runs.
+    Raises RuntimeError, with the reason of each candidate, if none runs, and ValueError if `backward` and score_mod has no derivative.
     """
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
@@ -263,7 +264,7 @@ def _keep(
     candidates: dict[str, list[Tile]],
     cache: bool | str | os.PathLike[str],
 ) -> pathlib.Path | None:
-    """Writes the fastest tiles to the file that `cache` says, for the passes whose tile the call does not fix.
+    """Writes the fastest tiles to the file that `cache` says, for each pass of whose tile the options of the call fix nothing.
 
     plan        of the call, without the tiles that were found
     found       the fastest candidate of each pass; an empty tile is not written

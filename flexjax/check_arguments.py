@@ -1,8 +1,7 @@
 """Checks of the arguments of flex_attention that are no mods, with a ValueError for each mistake.
 
-Every message names the argument, what it got, what was expected and what to do.
-
-Inputs are the checked arrays with their sizes. Shape letters are those of plan/kernel_plan.py.
+Every message names the argument, what it got, what was expected and what to do. Inputs are the checked arrays with their sizes.
+Shape letters are those of plan/kernel_plan.py.
 """
 
 import dataclasses
@@ -28,8 +27,9 @@ LAYOUTS = ("BTNH", "BNTH")
 class Inputs:
     """The checked arrays of a call, as jax arrays in the call's layout, and their sizes.
 
-    A key, value or key_extra of batch 1 is broadcast to the batch of query. The sizes are those of KernelPlan; extra_dim and
-    extra_heads are 0 without extra features. dtype is that of query, key and value.
+    A key, value or key_extra of batch 1 is broadcast to the batch of query. The sizes are those of KernelPlan; extra_dim and extra_heads
+    are 0 without extra features. dtype is that of query, key and value. For keys in pages (paged_rows.py) key and value are the pools,
+    kv_len counts the keys of a row of the table, and dtype is that of query.
     """
 
     query: Array
@@ -241,7 +241,7 @@ def other_layout(layout: str) -> str:
 def check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
     """The argument sinks as an array [N], None without sinks. Raises ValueError for another shape or a dtype that is not floating.
 
-    heads, tokens   N and T of query, where the message guesses that the layout is wrong if sinks has T elements
+    heads, tokens   N and T of query; the message guesses that `layout`, that of the call, is wrong if sinks has T elements
     """
     if sinks is None:
         return None

@@ -169,6 +169,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
     """Finds the mesh axes, the context layout, the split of batch and heads, and the origin of a call with `context=`.
 
     given         the argument context, not checked yet
+    query, key    the call's arrays, inside shard_map those of one device. Their rank is not checked here
     layout_name   "BTNH" or "BNTH", the argument layout
     origin        that of the call; None without one
 

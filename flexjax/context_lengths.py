@@ -30,7 +30,7 @@ OVER_QUERIES = ("query", "query_extra")
 class ExistingRows(typing.NamedTuple):
     """The rows of a call that exist.
 
-    lengths   int32 [B], of the arrays of the call
+    lengths   of queries and of keys, int32 [B] each, B of the call's arrays; None on a side where all tokens exist
     layout    of the sequence
     axes      mesh axes of the sequence if the arrays are those of one device; () for global arrays
     dim       the axis of the tokens in query, key, value and the results, 1 or 2

@@ -68,8 +68,8 @@ def trace_mask(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelP
 
     mask_mod   of the call; None: nothing else is hidden
     lengths    of the queries and keys of the sequence
-    plan       the plan of the call, for its sizes
-    origin     from `_origin`
+    plan       the plan of the call, for its sizes, those of the call's arrays
+    origin     `Placed.origin` of the call (context_call.py), whose `whole` has the lengths in whole blocks
     """
 
     def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

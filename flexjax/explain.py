@@ -299,8 +299,8 @@ def _blocks(call: Call) -> str:
     """The section about blocks: a picture of the block mask, and of its entries if it is small (DRAWN_BY_TOKEN), for the first batch
     entry and head of the mask.
 
-    If there is no mask, or an array of the block mask is traced (its lists, or an array that its program captures), a line says so in
-    place of the picture.
+    If there is no mask, or an array of the block mask is traced (its lists, its origin, or an array that its program captures), a line
+    says so in place of the picture.
     """
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
@@ -332,7 +332,8 @@ def _entries(mask: BlockMask) -> str:
 
 
 def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) -> str:
-    """The section about backends: which one runs each pass, the refusals of those asked before it, and the tiles.
+    """The section about backends: which one runs each pass, the refusals of those asked before it, and, in the words of the backend of the
+    forward pass, its tiles.
 
     implementation   names of backends to ask, in order; None: the default order
 

@@ -30,8 +30,8 @@ MERGE_TIME = 6e-6
 def describe_work(call: Call, run: Run) -> str:
     """The section about work: blocks visited, floating-point operations of both passes, and the bytes of query, key, value and out.
 
-    A call that the decode kernel runs, or whose keys are in pages, also gets its work items and the bytes that it reads of the keys
-    and values; the latter call has these lines alone.
+    Where an array of the block mask is traced, one line says so in place of these. A call that the decode kernel runs, or whose keys
+    are in pages, also gets the lines of `_describe_reads`; the latter call has these lines alone.
 
     run   the backend of the forward pass, with the plan
     """

@@ -213,7 +213,8 @@ def fold(call: Mapped) -> Folded:
 
 def _with_sinks(call: Mapped) -> list[Array]:
     """The results of a call whose sinks differ between copies, each with the axis of copies in front: those of the folded call without
-    sinks, corrected for the sinks. "Differ" means that the sinks or their tangent are mapped, or that each copy's own gradient is wanted.
+    sinks, corrected for the sinks. "Differ" means that the sinks are mapped or have a tangent, or that their gradient is wanted, which
+    each copy gets by itself.
 
     z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability. Rows of queries that do not exist have no sink: its
     logit is -inf there. Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse

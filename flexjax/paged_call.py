@@ -319,9 +319,10 @@ def _start(name: str, given: object) -> int | Array:
 
 
 def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
-    """The mask of a pass over own tokens: `mask_mod` for keys from start[b] on, False for the keys before. None: all are visible.
+    """The mask of a pass over own tokens: `mask_mod` for keys from start[b] on, False for the keys before.
 
-    start   int32 [R]: how many tokens of each request its group shares
+    mask_mod   None: all keys from start[b] on are visible; what is not callable is returned as it is, and refused later
+    start      int32 [R]: how many tokens of each request its group shares
     """
     if mask_mod is not None and not callable(mask_mod):
         return mask_mod  # refused, with a message, where it is traced

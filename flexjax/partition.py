@@ -159,7 +159,9 @@ def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh
 
 
 def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
-    """The axes of `names` before the first that is taken or that does not split `size` into equal parts."""
+    """The axes of `names` before the first that is taken, or that does not split into equal parts what the axes before it leave of
+    `size`.
+    """
     found: Names = ()
     for name in names:
         size, rest = divmod(size, mesh.shape[name])

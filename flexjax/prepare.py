@@ -182,9 +182,12 @@ def _origin(
 ) -> OriginTable | None:
     """The origin of the call: the argument origin (`given`), or that of the block mask; None if the arrays lie at 0.
 
-    lengths   the checked lengths of the call, by which query="end" is placed
+    block_mask   the argument; None without one
+    layout       that of the call, for messages
+    lengths      the checked lengths of the call, by which query="end" is placed
 
-    Raises ValueError if both are given and differ, and for a block mask that does not fit the inputs.
+    Raises ValueError for a block mask that does not fit the inputs, and if `given` is another origin than that of the block mask. A
+    block mask of lists alone, without a program and an origin, fits an origin whose runs its blocks divide.
     """
     origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len), lengths or NONE)
     if block_mask is None:

@@ -99,8 +99,8 @@ def make_primitive(
         results (MLIR values).
 
         If XLA's partitioner splits the program over devices by rules, the primitive becomes a call with a partitioning rule, and is
-        lowered again for one device's share. If it splits the program without rules, or the keys of the call are in pages, every device
-        computes the whole call, with a warning.
+        lowered again for one device's share. If it splits the program without rules, or keys are in pages, for which there is no rule,
+        every device computes the whole call, with a warning. The code of a plan with options.interpret is inlined in any case.
 
         platform   that the rule is registered for; None: the first platform of the module
 

@@ -8,7 +8,7 @@ on every entry by `jax.vmap`, the softmax is over whole rows, and all gradients 
     p             = softmax over k of where(mask, s, -inf), with one more column `sinks[h]` if given
     out           = sum over k of p * value[b, k, h // group]
 
-A row without a finite score (and without a sink) has `out = 0`, `lse = -inf` and no gradient.
+A row whose scores are all -inf (and that has no sink) has `out = 0`, `lse = -inf` and no gradient.
 """
 
 import functools

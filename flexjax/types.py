@@ -73,9 +73,9 @@ class MaskMod(typing.Protocol):
 class AuxRequest:
     """The extra results that `flex_attention(..., return_aux=)` returns beside the output.
 
-    lse          natural logarithm of the sum of the exponentials of a row's scores, [B, T, N] ([B, N, T] for layout "BNTH"),
-                 differentiable; float32, float64 for float64 inputs
-    max_scores   the largest score of each row, same shape and dtype, without a gradient
+    lse          natural logarithm of the sum of the exponentials of a row's scores, and of the sink of its head, [B, T, N]
+                 ([B, N, T] for layout "BNTH"), differentiable; float32, float64 for float64 inputs
+    max_scores   the largest score of each row, without the sink, same shape and dtype, without a gradient
     """
 
     lse: bool = False
@@ -106,12 +106,13 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      split-KV on a GPU, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
-                               merged, so that few requests with long caches fill the GPU. It applies to forward passes whose rows,
-                               queries times query heads of a key head, are at most 64; others ignore it. "auto": a chunk by head dims
-                               and rows, half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for
-                               others as "auto" if there are more keys than queries, and key lengths or at least eight keys for each
-                               row; otherwise keys are not split
+    split                      split-KV on a GPU, in keys of a chunk: each chunk of the keys is summed by itself, and the sums are
+                               merged, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
+                               kernel: 16 bits, no dropout, extra features, block_q, block_kv or num_stages, and at most 64 rows, queries
+                               times query heads of a key head. Others ignore it, but kernels on mma.sync refuse those of up to 64 rows.
+                               "auto": a chunk by head dims and rows, half a megabyte of keys and values or twice that. None: as "auto"
+                               for keys in pages; for others as "auto" if there are more keys than queries, and key lengths or at least
+                               eight keys for each row; otherwise keys are not split
     instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 9.0, 10.0, 10.3
                                and 12.x. "tcgen05": on 10.0 and 10.3 the kernels that multiply by tcgen05, which no GPU has run yet,
                                and mma.sync beside them. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the others

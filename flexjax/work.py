@@ -46,7 +46,7 @@ def work_of(call: Call) -> Work | None:
     Operations are those of the products q . k (extra features included) and p . v over the entries of visited blocks, two for each
     multiplication. Dropout, lengths and the mods do not count.
 
-    None if an array of the block mask is traced (its lists, or an array that its program captures).
+    None if an array of the block mask is traced (its lists, its origin, or an array that its program captures).
     """
     plan = call.plan
     mask = block_mask_of(call.plan, call.operands)

@@ -38,7 +38,7 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
 
     offset:  int, or int32 `[]` or `[B]`: position, among the keys, of query 0.  It may be traced.
 
-    Query `q` sees `q + offset + 1` keys.  With a cache of `kv_len` keys whose last `q_len` belong to the
+    Query `q` sees the first `q + offset + 1` keys.  With a cache of `kv_len` keys whose last `q_len` belong to the
     queries, `offset = kv_len - q_len`; in decoding it is the number of tokens already cached.  A negative
     offset leaves the first `-offset` queries without any key.
 

@@ -46,7 +46,8 @@ def document(
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
 
     Raises ValueError if an array is not integer or has other than one or two axes, if not exactly one of
-    `segment_ids`, `lengths` and `offsets` is given, or if traced lengths or offsets describe more than 256 documents.
+    `segment_ids`, `lengths` and `offsets` is given, if `kv_segment_ids` is given without `segment_ids`, or if traced lengths
+    or offsets describe more than 256 documents.
 
     Picture of `document(np.array([0, 0, 0, 1, 1, 2, 2, 2]))`, 8 x 8:
 

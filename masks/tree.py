@@ -24,7 +24,8 @@ def tree(parents: ArrayLike, context: ArrayLike = 0, *, queries_follow_context: 
 
     Queries are the `T` nodes; keys are `context` tokens and then the `T` nodes, later keys are hidden.  Both
     arrays may be traced.  Nodes are renumbered in depth-first order, in which a subtree is an interval:
-    `a` is `n` or above it if `enter[a] <= enter[n] < leave[a]`.  Two arrays `[T]` are captured, not `[T, T]`.
+    `a` is `n` or above it if `enter[a] <= enter[n] < leave[a]`.  Two arrays in the shape of `parents` are captured,
+    not `[T, T]`.
 
     Source: Miao et al., "SpecInfer", arXiv:2305.09781; Cai et al., "Medusa", arXiv:2401.10774, section 2.1.
 

@@ -14,8 +14,8 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
 
     gate:  floating `[N]`, or `[B, N]` if it depends on the input: one logit per query head.  Differentiable.
 
-    A gate near 0 flattens the head towards an average of what it sees, a gate near 1 leaves it as it is.  To
-    switch a head off instead, scale its output after attention.
+    A factor `sigmoid(gate[h])` near 0 flattens the head towards an average of what it sees, one near 1 leaves it as
+    it is.  To switch a head off instead, scale its output after attention.
 
     Source: the learnable biases of the PyTorch FlexAttention examples; no paper known.
 

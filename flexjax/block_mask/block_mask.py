@@ -198,15 +198,16 @@ class BlockMask(Parts):
         q_len, kv_len                         in tokens; by default q_blocks, and the largest block number + 1, times the block
                                               size (the latter needs concrete lists)
 
-        The lists may be traced, need no order, and must not name a block twice. Raises ValueError for shapes, dtypes, block
-        numbers, counts or lengths that do not fit. Numbers in traced lists cannot be checked: a block number that is negative
-        or past the last block is dropped, and a count is limited to 0..width.
+        The lists may be traced, need no order, and name a key block at most once for each query block. Raises ValueError for
+        shapes, dtypes, block numbers, counts or lengths that do not fit. Numbers in traced lists cannot be checked: a block number
+        that is negative or past the last block is dropped, and a count is limited to 0..width.
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))
 
     def __getitem__(self, index: object) -> "BlockMask":
-        """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays.
+        """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays. A part that is left out,
+        at the end or by an Ellipsis, selects all.
 
         An int keeps its axis with size 1. Query 0 of the result is the first selected query, as decoding and chunked prefill
         need, and the mask_mod of the result is shifted accordingly. The mask of a query stays the same if query blocks are
@@ -223,9 +224,11 @@ class BlockMask(Parts):
     # ------------------------------------------------------------------ pictures
 
     def to_string(self, width: int = 64) -> str:
-        """A picture of each (b, h), a character for each block: `█` full, `░` partial, ` ` empty.
+        """The repr, then for each (b, h) a framed picture, a character for each block: `█` full, `░` partial, ` ` empty.
 
         width   the most rows and columns of characters; with more blocks, several share a character
+
+        Raises ValueError for traced lists and for a stack of masks.
         """
         self._refuse_stack()
         return picture.text(self, repr(self), width)
@@ -253,13 +256,17 @@ class BlockMask(Parts):
         return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: a picture of the first (b, h); the repr as text for a stack of block masks."""
+        """HTML for notebooks: the repr, with a picture of the first (b, h) below it unless the mask is a stack or its lists are traced or
+        empty.
+        """
         if self.kv_num_blocks.ndim != 3:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
-        """Shape, block size and sparsity; "traced" in place of the sparsity if the lists have no values yet."""
+        """Such as "BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.5%)"; "traced" in place of the sparsity if the
+        lists have no values yet, and "stack=(4,), " before the shape for a stack of 4 masks.
+        """
         b, h, q, kv = self.shape
         stack = self.kv_num_blocks.shape[:-3]
         head = (
@@ -315,13 +322,14 @@ def create_block_mask(
     q_len, kv_len  lengths in tokens, any; the last block may reach past the end
     block_size     tokens of a block, one number or (queries, keys)
     exact          the interval analysis may call a full or empty block partial, which costs time and never correctness.
-                   True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
-                   small. False: never.
+                   True: evaluate such blocks entry by entry. None: do so where the work is small and no captured array is traced,
+                   nor the origin (inside jit that of queries or keys always is). False: never.
     origin         Origin: where the queries and keys lie in the whole problem, whose indices mask_mod sees; q_len, kv_len and the
                    block numbers in the lists count from 0. The block mask keeps the origin, and calls that use the block mask
                    take it for score_mod and dropout too. With one position for each batch entry the lists are made for each
 
-    Takes O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and with captured arrays that are traced.
-    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` (`h`) where batch (heads) is None.
+    Takes O(blocks) time, beside the entries that `exact` evaluates, and never makes a q_len x kv_len array. Works inside jit, and
+    with captured arrays that are traced. Raises ValueError for arguments that do not fit each other, and for a mask_mod that cannot
+    be compiled, or that reads `b` (`h`) where batch (heads) is None.
     """
     return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact, origin))

@@ -1,4 +1,4 @@
-"""Makes block masks: from a mask_mod, from the user's lists, and from the classes of all blocks.
+"""Makes block masks: from a mask_mod, also one that was traced already, and from the user's lists.
 
 The blocks of a mask whose captured arrays are known are classified in chunks from the host, and the lists are about as wide as
 the longest row. A mask with traced captured arrays is classified on the device, inside the caller's jit, with lists as wide as
@@ -47,7 +47,7 @@ def from_mask_mod(
     dims        batch, heads, q_len, kv_len; batch (heads) None: the mask must not read b (h), and one mask serves all
     block_size  tokens of a block, one number or (queries, keys)
     exact       whether blocks that the analysis cannot decide are evaluated entry by entry; otherwise they are partial. None: if that
-                is little work, and not if a captured array or a number of the origin is traced
+                is little work, and not if a captured array or the origin is traced, as one of queries or keys always is inside jit
     origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions. An origin with a row for each batch
                 entry gives each of them lists of its own
 
@@ -96,7 +96,7 @@ def from_traced(
     exact   whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work, and not if a
             captured array is traced
     origin  where the mask's queries and keys lie in the whole problem; its arrays count as captured arrays. Raises
-            ValueError if a block is longer than its runs allow. None: the mask is the whole problem
+            ValueError if it has several runs that the block size does not divide. None: the mask is the whole problem
 
     If a captured array is traced, blocks are classified on the device, in the caller's program, with lists as wide as
     there are key blocks. Otherwise they are classified now, and the lists are concrete and as wide as the longest row

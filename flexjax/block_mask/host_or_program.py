@@ -34,7 +34,7 @@ MaybeArray = typing.TypeVar("MaybeArray", bound=jax.Array | None)
 
 
 def not_folded(*arrays: MaybeArray) -> tuple[MaybeArray, ...]:
-    """The arrays behind a barrier, past which XLA does not fold constants; the arrays themselves if all are known.
+    """The arrays behind a barrier, past which XLA does not fold constants; the arrays themselves if all are known. None stays None.
 
     Lists in a program are often constants, and XLA takes minutes to fold what follows for 1024 x 1024 blocks.
     """

@@ -26,25 +26,26 @@ STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_u
 
 @dataclasses.dataclass(frozen=True, eq=False)  # comparing arrays gives arrays, so equality is identity
 class Parts:
-    """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
+    """Block lists of a mask over [B, H, q_len, kv_len]; B (H) is 1 where all batch entries (heads) of a call share the lists.
 
     The mask is evaluated at each entry of a partial block. All entries of a full block are visible, and the mask is not evaluated
     there. Blocks in neither list are empty: all their entries are hidden, and no kernel visits them.
 
     kv_num_blocks        int32 [B, H, q_blocks]         number of partial key blocks of each query block
-    kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
+    kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending unless from_user_lists; entries past the count are
+                                                        ignored
     full_kv_num_blocks   int32 [B, H, q_blocks]         number of full key blocks of each query block
-    full_kv_indices      int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
+    full_kv_indices      int32 [B, H, q_blocks, width]  their numbers, as in kv_indices, in lists of a width of their own
     captures             arrays that the mask program reads
     program              the traced mask_mod, None if every entry of a block in the lists is visible
     q_len, kv_len        lengths in tokens; the last block may reach past the end
     block_size           (queries, keys) of a block
-    q_widths             widths of the transposed lists: the most query blocks that list one key block as partial, and as full
+    q_widths             widths of the transposed lists: bounds of how many query blocks list one key block as partial, and as full
     from_user_lists      the user gave the lists, so the program alone does not say which entries are visible
     origin               where the queries and keys of the lists lie in the whole problem, whose positions the program reads;
                          None: they count from 0
-    on_host              the four lists as numpy arrays, if they were at hand when the mask was made; None for traced lists, and
-                         for a mask that was rebuilt from its pytree leaves
+    on_host              the four lists as numpy arrays, as build.py keeps those that are not traced; None for others, and for a mask
+                         that was selected (slice.py) or rebuilt from its arrays
     """
 
     kv_num_blocks: Array

@@ -23,14 +23,14 @@ Array = jax.Array
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
 
-    mask       must have no origin
+    mask       a single block mask. The result has no origin: where `mask` has one, `mask_mod` adds it
     index      at most three parts (batch entries, heads, query blocks) and an Ellipsis; parts that are left out select
                all. An int keeps its axis, with one element
     mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in
                the coordinates of `mask`
 
     The mask of the result is traced in its own coordinates (`_shifted`), and concrete lists are cut to the longest
-    selected row. Raises ValueError for an index that does not fit.
+    selected row, rounded up (`transpose.narrowed`). Raises ValueError for an index that does not fit.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
@@ -109,8 +109,9 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
     """The mask traced in the coordinates of the selection: b, h and q_idx there count the selected entries, heads and
     queries.
 
-    q_len   how many queries are selected
-    inner   which entries are visible, a function of scalars in the coordinates of `mask`
+    picked   concrete numbers; those of query blocks may be in any order
+    q_len    how many queries are selected
+    inner    which entries are visible, a function of scalars in the coordinates of `mask`
 
     A mask without a program gives no program and no arrays. One selected batch entry (head) may serve any number in a
     call.

@@ -1,8 +1,9 @@
 """Conversions between the classes of all blocks and block lists, and from lists of key blocks to lists of query blocks.
 
 Rows are query blocks and columns are key blocks (in transposed lists the other way round). A pair of lists is int32: `num`
-[batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their numbers. These ascend;
-past the count `index` has any number. `places` are the same blocks as coordinates [n, 4] (batch, head, row, column).
+[batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their numbers. These ascend in
+lists that are made here, but not in all lists of users; past the count `index` has any number. `places` are the same blocks as
+coordinates [n, 4] (batch, head, row, column).
 """
 
 import functools
@@ -91,7 +92,7 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
 
 
 def narrowed(lists: Sequence[Array]) -> list[Array]:
-    """Two pairs of lists [num, index, full_num, full_index] with both index arrays cut to one width: the largest count in `num` and
+    """`lists`, two pairs [num, index, full_num, full_index], with both index arrays cut to one width: the largest count in `num` and
     `full_num`, rounded up (`rounded`).
 
     An index array of at most that width stays as it is. So do all lists if one of them is traced, or if they have no rows.

@@ -2,8 +2,8 @@
 
 Every check takes the name of the factory (`call`), the name of the argument (`name`), its value, and a sentence of `advice`;
 the checks of arrays also take `shapes`, which maps each allowed rank to a spelling of it, such as `{1: "[T]"}`.
-Every message names the factory and the argument, says what it got, what was expected and what to do.  Only types,
-ranks and dtypes of arrays are checked, so traced arrays pass.
+Every message names the factory and the argument, says what it got, what was expected and what to do.  Of arrays the dtype, the
+rank, whether they are empty and, where known integers do not fit their type, the numbers are checked; traced arrays pass.
 """
 
 import math
@@ -133,7 +133,7 @@ def _hold(dtype: DTypeLike, ends: tuple[int, int]) -> bool:
 
 
 def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """Returns `value` as a non-empty boolean array whose rank is a key of `shapes`; else raises ValueError."""
+    """Returns `value` as a boolean array. Raises ValueError for another dtype, a rank that is no key of `shapes`, and an empty array."""
     array = as_array(value)
     if array.dtype != jnp.bool_:
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
@@ -141,7 +141,9 @@ def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], a
 
 
 def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """Returns `value` as a non-empty floating array whose rank is a key of `shapes`; gradients pass. Else raises ValueError."""
+    """Returns `value` as a floating array of its own dtype; gradients pass. Raises ValueError for integers, another rank than the keys of
+    `shapes`, and an empty array.
+    """
     array = as_array(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")

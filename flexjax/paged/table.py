@@ -156,7 +156,7 @@ def _first_fit(cost: Array, free: Array) -> Array:
     cost   int32 [R]: how many pages each request needs; a request that needs none is always granted
     free   int32 scalar: how many pages are free
 
-    Each round skips the first request that does not fit, so there are as many rounds as requests that are refused.
+    Each round of the loop skips the first request that does not fit, so there are at most as many rounds as requests that are refused.
     """
 
     def too_many(granted: Array) -> Array:
