@@ -217,8 +217,8 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     """The Results of `call` by the dense implementation of reference.py (implementation="reference").
 
     call        the prepared call, of which plan, operands and origin are read
-    arguments   the keywords of flex_attention. The mods and the scale are taken from here as the user gave them, not the programs that
-                they were traced to
+    arguments   the keywords of flex_attention. The mods, the block mask, dropout and a scale that is a jax scalar are read from here as
+                the user gave them, not the programs and captured arrays that they became
 
     lse and max_scores are in the score dtype of the plan; max_scores is None if the plan does not ask for it, and rounding always is.
     """

@@ -6,9 +6,9 @@
     flexjax.flex_attention(..., kernel_options=tuning.options)                          # or is given them
 
 Forward tiles are searched first, by the time of the forward pass; then backward tiles, by the time of both passes with the
-fastest forward tile. The backend's own choice is timed first and is replaced only by a tile that takes less than 98% of its time,
-also when the two are timed again in alternation, because a device is slower while it wakes up. plan/tuned.py reads and writes the
-files of measured tiles; `merge` joins them.
+fastest forward tile. The backend's own choice (for the backward pass of xla, that of the forward pass) is timed first and is replaced
+only by a tile that takes less than 98% of its time, also when the two are timed again in alternation, because a device is slower while
+it wakes up. plan/tuned.py reads and writes the files of measured tiles; `merge` joins them.
 
 A candidate is a tile that the backend proposes for a pass: a dict of KernelOptions fields, such as {"block_q": 128}.
 
@@ -149,7 +149,9 @@ def autotune(
 
 
 def _check(backward: object, seconds: object, cache: object, progress: object) -> None:
-    """Raises ValueError if one of these four keywords of autotune (not of flex_attention) has a wrong type or value."""
+    """Raises ValueError unless four keywords of autotune, which flex_attention does not have, fit: `backward` is a bool, `seconds` a
+    positive, finite number, `cache` a bool or a path, and `progress` a bool or None.
+    """
     if not isinstance(backward, bool):
         raise bad_argument("backward", repr(backward), "True or False", "Pass a Python bool.")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
@@ -244,8 +246,9 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The different candidates for the pass `which` ("forward" or "backward"), in the order of the backend, whose own choice is first:
-    each without the options that the plan's own options fix. A candidate may be {}, which has nothing to choose.
+    """The different candidates for the pass `which` ("forward" or "backward"), in the order of the backend, whose own choice is first (for
+    the backward pass of xla, that of the forward pass): each without the options that the plan's own options fix. A candidate may be
+    {}, which has nothing to choose; no candidates if the backend has no tiles.
 
     timed   the choice of the backend that is asked, with the target
     plan    of the call

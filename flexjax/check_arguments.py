@@ -378,7 +378,7 @@ def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: 
         return None
 
     def checked(name: str, given: object, most: int) -> Array | None:
-        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None. Raises ValueError for more."""
+        """The argument `name`, of value `given`, clipped to 0 .. `most`, as int32 [B]; None for None. Raises ValueError as the caller does."""
         if given is None:
             return None
         is_int = isinstance(given, int) and not isinstance(given, bool)

@@ -88,6 +88,7 @@ def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> No
     """Raises ValueError unless `mods` can be called with `arguments`, or is a tuple of at least one function that can.
 
     call, name   the function that the user called and its parameter that takes the mods, for the message
+    arguments    the names of the positional arguments that a mod must take
     """
     if not isinstance(mods, tuple):
         _check_one(call, name, mods, arguments)

@@ -109,7 +109,7 @@ class ExistingRows(typing.NamedTuple):
     def _where(self, x: Array, side: Side, other: float) -> Array:
         """x with `other` in the rows that do not exist, padding of the layout included; x itself without lengths of that side.
 
-        x       [B, ..], tokens along `dim`: all rows, or, with `axes`, those of this device
+        x       [B, ..], tokens along `dim`: all rows, or, with `axes`, those of this device. A batch of 1 becomes B
         side    "query" or "key": which lengths and positions count
         other   the number, cast to the dtype of x
         """

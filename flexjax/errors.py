@@ -4,7 +4,7 @@ ValueError           the caller passed something wrong; the message names the ar
                      what to do
 ModError             a ValueError about a score_mod, mask_mod or similar function
 NotImplementedError  a backend cannot run this call; the default dispatch then asks the next backend
-FallbackWarning      the default dispatch left the kernels of a GPU or TPU for a slower backend
+FallbackWarning      a pass of a call on a GPU or TPU runs on a backend that the call does not name, and not on the kernels
 """
 
 import contextlib

@@ -77,10 +77,10 @@ def explain(
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
                 it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query
 
-    For paged_attention, the text has no picture of blocks and nothing about devices, and its section about work has the work items and
-    the bytes of the cache that are read. With `shared` it describes two passes, one after the other. Where the decode kernel for
-    Hopper runs a call, of flex_attention too, the text also has the splits of the keys, the number of CTAs, and the time and
-    bandwidth that are predicted for an H200.
+    For paged_attention, the text has no picture of blocks and nothing about devices, and its section about work has the bytes of the
+    cache that are read and how: in work items, in place, or gathered first. With `shared`, and with cu_q_lens where a request may have
+    many queries, it describes two passes, one after the other. Where a decode kernel runs a call, of flex_attention too, the text also
+    has the splits of the keys and the number of CTAs and, for Hopper, the time and bandwidth that are predicted for an H200.
 
     Raises what flex_attention (paged_attention) would raise, and TypeError for a keyword that it does not have. ValueError for
     `context` beside a cache in pages.
@@ -103,7 +103,7 @@ def explain(
     texts: list[str] = []
 
     def write(traced: dict[str, Array]) -> None:
-        """Appends the text to `texts`; `traced`: tracers for the arguments that are shapes, by name."""
+        """Appends the text to `texts`; `traced`: tracers for the arguments that are shapes, by name. Errors get the call as a note."""
         filled: typing.Any = given | traced
         q, k, v = (filled.pop(name) for name in ("query", "key", "value"))
         try:
@@ -156,7 +156,9 @@ def _explain_paged(
     texts: list[str] = []
 
     def write(traced: list[Array]) -> None:
-        """Appends the text to `texts`; `traced`: tracers for the shapes among the leaves, in order."""
+        """Appends the text of each pass to `texts`; `traced`: tracers for the shapes among the leaves, in order. Errors get the call as
+        a note.
+        """
         rest = iter(traced)
         filled = (next(rest) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
         q, pool, pages, given = jax.tree.unflatten(structure, filled)
@@ -259,7 +261,9 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
 
 
 def _runs(origin: OriginLayout) -> str:
-    """The runs of an origin in words: "queries in 2 runs of 64 and keys in 1 run of 128"."""
+    """The runs of an origin in words: "queries in 2 runs of 64 and keys in 1 run of 128", with " for each batch entry" at the end if the
+    entries have positions of their own.
+    """
     sides = (("queries", origin.query_runs, origin.query_run), ("keys", origin.key_runs, origin.key_run))
     each = " for each batch entry" if origin.rows > 1 else ""
     return " and ".join(f"{name} in {n} run{'s' * (n > 1)} of {run}" for name, n, run in sides) + each

@@ -51,13 +51,18 @@ def describe_work(call: Call, run: Run) -> str:
 
 
 def _describe_reads(run: Run, operands: Operands) -> list[str]:
-    """Lines about a call with keys in pages, or one that the decode kernel runs; [] for others. Where they can be told: the work items,
-    the splits and the CTAs; the bytes of keys and values that are read; for the forward kernel, whether it reads pages in place or gets
-    them gathered; and the time and bandwidth predicted for an H200. Without known lengths and lists, only an upper bound of the work
-    items.
+    """Lines about a call with keys in pages, or one that a decode kernel of mosaic_gpu runs; [] for others.
 
     run        the backend of the forward pass, with the plan
     operands   the arrays of the call, which may be traced
+
+    What they say depends on what runs the call:
+
+    a decode kernel          its work items, splits and CTAs, then the bytes of keys and values that are read and, on compute capability
+                             9.0 or an unknown one, the time and bandwidth predicted for an H200. Without known lengths and lists, only an
+                             upper bound of the items, with splits and CTAs
+    another GPU kernel       whether it reads the pages in place or gets them gathered, then the bytes, if lengths and lists are known
+    another backend          the work items of xla's loop, then the bytes, if lengths and lists are known
     """
     plan = run.plan
     kernel = _decode_kernel(run)

@@ -204,7 +204,7 @@ class Part:
     rows: Rows
 
     def run(self, names: tuple[str, ...] | None, text: str) -> Results:
-        """The results of the pass, in the order of the caller's queries.
+        """The results of the pass, in the order and shape of the caller's queries: out 0 and lse -inf at queries that it does not have.
 
         names   backends to ask, in order; None: the default order
         text    the user's call in a line

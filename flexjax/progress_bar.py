@@ -14,7 +14,9 @@ class ProgressBar:
         self.on = sys.stderr.isatty() if wanted is None else wanted
 
     def show(self, done: int, seconds_left: float, best: float | None, now: str) -> None:
-        """Draws the line; nothing if the bar is not to be drawn.
+        """Draws the line; nothing if the bar is not to be drawn. It reads, for example,
+
+            [######..................] 3/12, 41 s left, best 1.234 ms, now block_q=128 block_kv=64
 
         done           how many candidates were timed
         seconds_left   time until the search ends
@@ -28,7 +30,7 @@ class ProgressBar:
         self._draw(f"{text}, now {now}")
 
     def close(self) -> None:
-        """Clears the line."""
+        """Clears the line, if the bar is to be drawn; the cursor stays at its beginning."""
         self._draw("")
 
     def _draw(self, text: str) -> None:

@@ -37,7 +37,7 @@ def batched(mask_mods: Sequence[MaskMod]) -> MaskMod:
 
     @named("batched_" + "_".join(getattr(m, "__name__", "mask") for m in mods[:3]))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the mask of batch entry `b` lets the query see the key."""
+        """Whether the mask of batch entry `b`, the last mask for entries past it, lets the query see the key."""
         chosen = mods[-1](b, h, q_idx, kv_idx)
         for entry, inner in enumerate(mods[:-1]):
             chosen = jnp.where(b == entry, inner(b, h, q_idx, kv_idx), chosen)

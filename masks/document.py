@@ -139,7 +139,7 @@ def _of_offsets(offsets: Array) -> MaskMod:
 
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the same traced document contains both query and key."""
+        """Whether one of the traced documents contains both query and key; False if either is in no document."""
 
         def number(index: Array, nobody: int) -> Array:
             """The number of the document that contains the token at `index`; `nobody` if no document does."""

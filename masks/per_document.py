@@ -19,7 +19,8 @@ def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
                   document.  It may be traced.
 
     `start` is the first token of a token's document, so every document is masked as if it were alone.  For masks that look
-    at differences of positions only (`causal`, `sliding_window`) it equals `and_masks(mask_mod, document(segment_ids))`.
+    at differences of positions only (`causal`, `sliding_window`), and ids of which none comes again, it equals
+    `and_masks(mask_mod, document(segment_ids))`.
 
     Source: PyTorch, "FlexAttention", 2024, section "Document masking" (generate_doc_mask_mod).
 

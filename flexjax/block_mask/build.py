@@ -295,7 +295,8 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Raises ValueError if concrete lists have a count or block number out of range, or one row names a block twice.
+    """Raises ValueError if concrete lists have a count or block number out of range, or name a block twice in one row, be it in one list
+    or in both.
 
     lists     counts and numbers of the partial blocks, then those of the full blocks
     columns   how many key blocks the attention matrix has
