@@ -199,8 +199,10 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     """The code of `backward`, on the backend of `run`: the gradients of the wanted operands alone, in the order of Operands.movable and
     in the dtypes of `_backward_shapes`.
 
+    flat     operands, out, lse, rounding if the plan has `exact_captures`, the cotangent of out and, with `has_lse`, that of lse
+    run      the choice, whose plan may have measured tiles
     wanted   for each movable operand, whether it gets a gradient
-    has_lse  whether the arguments end with the cotangents of out and lse, or with that of out alone (that of lse is zero)
+    has_lse  False: the cotangent of lse is zero
     """
     operands, results, cotangents = _split(problem, flat)
     d_lse = cotangents[1] if has_lse else None

@@ -233,7 +233,7 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
 
 
 def other_layout(layout: str) -> str:
-    """The end of a message for arrays that seem not to be in `layout`: "if the arrays are in layout X, pass layout='X'."."""
+    """The end of a message for arrays that seem not to be in `layout`; for "BTNH": "if the arrays are in layout BNTH, pass layout='BNTH'."."""
     other = "BNTH" if layout == "BTNH" else "BTNH"
     return f"if the arrays are in layout {other}, pass layout='{other}'."
 

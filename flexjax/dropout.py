@@ -49,7 +49,7 @@ def dropout_program(
 
     rate, key, broadcast   the arguments dropout_rate, dropout_key and broadcast_dropout of a call, not checked yet. With
                            broadcast, all batch entries and heads drop the same positions
-    sizes                  batch, query heads, query and key length above the indices that the program gets (`sizes_of`)
+    sizes                  (batch, query heads, query length, key length) of the whole problem, above all indices (`sizes_of`)
 
     The words of the key are the program's captured array, so another key compiles nothing. Raises ValueError for a rate outside
     [0, 1), a missing or malformed key, or a `broadcast` that is no bool.

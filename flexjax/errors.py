@@ -3,7 +3,7 @@
 ValueError           the caller passed something wrong; the message names the argument, what it got, what was expected and
                      what to do
 ModError             a ValueError about a score_mod, mask_mod or similar function
-NotImplementedError  a backend cannot run this call; the default dispatch then asks the next backend
+NotImplementedError  no backend that was asked can run this call, or flexjax has no such function; the message says why
 FallbackWarning      a pass of a call on a GPU or TPU runs on a backend that the call does not name, and not on the kernels
 """
 

@@ -117,7 +117,7 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
 
 def _decode_kernel(run: Run) -> tuple[int, int] | None:
     """(keys of a work item, CTAs of a full grid) where a decode kernel of mosaic_gpu, for Hopper or on mma.sync, runs the forward pass;
-    None elsewhere.
+    None elsewhere. For Hopper the CTAs are those of an H200, one for each SM, whatever the target is.
 
     run   the choice for the forward pass
     """

@@ -146,9 +146,9 @@ def fold(call: Mapped) -> Folded:
     """Rewrites a mapped call, whose sinks are not mapped, as one call with V * B batch entries. The caller binds the primitive to
     `arguments` of the result, with its problem and the same other parameters, and gives what it returns to `unfold`.
 
-    Operands over the batch, out, lse, cotangents and the tangents of such operands get a first axis of V * B entries. A captured array of
-    score_mod gets the axis of copies if it or its tangent is mapped, or if each copy wants its own gradient; otherwise it stays. Those of
-    mask and dropout keep the axis that they have.
+    Operands over the batch, out, lse, rounding, cotangents and the tangents of such operands get a first axis of V * B entries; block
+    lists, origin, lengths and pages become those of fold_operands.py. A captured array of score_mod gets the axis of copies if it or its
+    tangent is mapped, or if each copy wants its own gradient; otherwise it stays. Those of mask and dropout keep the axis that they have.
 
     Raises CannotFold if a program reads a mapped array as a whole.
     """

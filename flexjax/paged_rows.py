@@ -63,7 +63,7 @@ class Queries:
     counts    int32 [R]: how many queries of each request exist
     starts    int32 [R]: the number of the first query of each request
     shape     of the leading dims of the caller's query: (R, T), or (queries,) for ragged ones
-    most      the largest number of queries that a request has here
+    most      an upper bound of `counts`
     """
 
     query: Array
@@ -94,7 +94,7 @@ class Rows:
     inputs         the checked arrays; a batch entry has inputs.q_len queries
     in_pages       their pages
     query_lengths  int32 [B]: how many queries of each entry exist; None: all
-    key_lengths    int32 [B]: how many keys
+    key_lengths    int32 [B]: how many keys of each entry exist
     origin         where the queries lie; None: mods get `position`
     request        int32 [B], or [B, q_len]: the request of each entry, or of each of its queries; None: batch entry b is request b
     position       int32 [B, q_len]: the position of each query in its request; None: `origin` says it

@@ -53,9 +53,9 @@ def reference_attention(
     dropout_keep: bool, broadcastable to [B, N, T, S], which probabilities dropout keeps; those are divided by `1 - dropout_rate`, the
                   others are 0.  `dropout_rate` alone drops nothing.
     indices:      b, h, q and kv that the mods see, int32 of 4 dims that broadcast to [B, N, T, S]; they count from 0 if None.
-    lengths:      int32 [B], how many queries and how many keys of each batch entry exist; None: all.  The slots of the others
-                  may hold anything.  A row of a query that does not exist has `out = 0`, and `lse` and `max_scores` of -inf
-                  even with sinks.
+    lengths:      a pair, int32 [B] each: how many queries, and how many keys, of each batch entry exist; None: all.  The slots of
+                  the others may hold anything.  A row of a query that does not exist has `out = 0`, and `lse` and `max_scores`
+                  of -inf even with sinks.
 
     Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N].  The
     last two are float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype.

@@ -90,7 +90,9 @@ class BlockedMask(typing.NamedTuple):
 
 
 def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """(class int8, certain bool) of blocks, each of the given shape, from what the analysis knows of the mask in each block.
+    """(class int8, certain bool) of blocks, two arrays of `shape`, from what the analysis knows of the mask in each block.
+
+    truth   has arrays that broadcast to `shape`
 
     The class of an uncertain block is PARTIAL. A partial block is certain if it surely has visible and hidden entries.
     """

@@ -321,7 +321,7 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
     check_table(table, check_cache(cache)[1])
 
     def contiguous(x: Array, scales: Array | None) -> Array:
-        """The tokens of one pool, multiplied by `scales` if it has them, in the dtype that `gather` returns."""
+        """The tokens of the pool x, [R, n * page, M, D or E], multiplied by `scales` if it has them, in the dtype that `gather` returns."""
         found = tokens_of_pages(jnp.asarray(x), scales, jnp.asarray(table.pages), jnp.float32)
         return found if dtype is None else found.astype(dtype)
 

@@ -38,8 +38,9 @@ class PageTable:
     """The pages of R requests; a pytree, made by `flexjax.paged.table` or by the code of an allocator of your own.
 
     pages    int32 [R, n]: the token at position s of request r is in page pages[r, s // page], at place s % page. Numbers after the
-             last token are never read. A number outside 0 .. P - 1 before it is a page without tokens, whose keys and
-             values read as 0: mask_mod has to hide them
+             last token may be anything for attention; `allocate` and `append` take those in 0 .. P - 1 for pages that are reserved.
+             A number outside 0 .. P - 1 before the last token is a page without tokens, whose keys and values read as 0: mask_mod has
+             to hide them
     lengths  int32 [R]: tokens stored
     uses     int32 [P]: how many entries of `pages` hold a page, 0 if it is free; -1 - r if it is reserved for the copy that request
              r may have to make. Attention and `gather` do not read it
@@ -107,7 +108,7 @@ def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTab
 def fork(table: PageTable, source: Array | np.ndarray) -> PageTable:
     """Lets requests share the tokens of others: row r gets the pages and the length of row source[r].
 
-    source   int32 [R]: rows as they are before the call; -1, and every other number that is no row, leaves request r as it is
+    source   int32 [R]: rows as they are before the call; -1, every other number that is no row, and r itself leave request r as it is
 
     What request r held before is released. Pages that a source has reserved beyond its tokens stay its own. No token is
     copied; a partly filled last page is copied when one of its requests appends to it, for which `allocate` reserves a page. So
@@ -160,7 +161,7 @@ def _first_fit(cost: Array, free: Array) -> Array:
     """
 
     def too_many(granted: Array) -> Array:
-        """The requests, bool [R], that need pages and do not fit if all `granted` (bool [R]) before them are served."""
+        """Those of the `granted` requests that need pages and do not fit when the granted requests before them are served; all bool [R]."""
         return granted & (jnp.cumsum(jnp.where(granted, cost, 0), dtype=jnp.int32) > free) & (cost > 0)
 
     def skip_first(granted: Array) -> Array:
