@@ -59,7 +59,7 @@ def explain(
     **arguments: typing.Unpack[ExplainArguments],
 ) -> str:
     """Text about the call `flex_attention(query, key, value, ...)`, or `paged_attention(query, cache, table, ...)`, with the same
-    arguments; computes nothing.
+    arguments; nothing is computed but block lists.
 
     The text has: the shapes; each traced mod, with the axes that its values depend on and the load class of each read of a
     captured array; a picture of the blocks of the mask; the backends that would run the forward pass, the backward pass and the

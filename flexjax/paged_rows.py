@@ -1,8 +1,8 @@
 """The queries of a call of `paged_attention` as batch entries of a plan: requests, tiles of ragged queries, or tiles of a prefix.
 
 A *tile* is a batch entry with a few queries, whose number is static. Queries come in segments, one after the other, and every segment
-begins a new tile. There are as many tiles as queries and segments can need; those that are left over have no query and cost
-nothing.
+begins a new tile. There are as many tiles as queries and segments can need; those that are left over have no query and no key, so
+that their keys are not read.
 
     ragged queries   a segment is a request. A tile sees the pages and the key length of its request. Requests of more than MANY queries
                      have larger tiles, in a pass of their own, because they compute so much that reading keys does not bound them

@@ -315,8 +315,8 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
     dtype   of the result; default that of the cache, float32 if it is quantised. Quantised numbers are multiplied by their scales
 
     Tokens of a page number outside 0 .. P - 1 are 0; those after the length of a request are whatever its pages hold. It is
-    the definition of `flexjax.paged_attention`, which never makes these arrays. Raises ValueError for arguments of other types or
-    shapes.
+    the definition of `flexjax.paged_attention`, which makes these arrays only where a kernel cannot read the pages in place. Raises
+    ValueError for arguments of other types or shapes.
     """
     check_table(table, check_cache(cache)[1])
 

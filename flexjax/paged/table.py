@@ -44,7 +44,8 @@ class PageTable:
     lengths  int32 [R]: tokens stored
     uses     int32 [P]: how many entries of `pages` hold a page, 0 if it is free; -1 - r if it is reserved for the copy that request
              r may have to make. Attention and `gather` do not read it
-    page     tokens of a page, a static number; None if only attention and `gather` get the table
+    page     tokens of a page, a static number. `allocate`, `fork` and `release` need it; None: attention, `append` and `gather` take that
+             of the cache
     """
 
     pages: Array
