@@ -74,8 +74,10 @@ def take_start(counter: Ref, word: Ref) -> None:
 
 
 def read_start(word: Ref) -> Scalar:
-    """What `take_start` wrote to `word`, the same int32 in all threads; for any warpgroup of the CTA, after a
-    barrier.
+    """What `take_start` wrote to `word`, an int32, the same in all threads of the calling warpgroup, which all call it. Any
+    warpgroup of the CTA may, after a barrier at which the one that took the number arrived.
+
+    word   [1] int32 in global memory
     """
 
     @inline_mgpu(MEMORY, returns=SCALAR_INT)

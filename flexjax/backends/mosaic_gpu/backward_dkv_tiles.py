@@ -121,11 +121,11 @@ def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTile
     bias   says which array is staged
 
     The CTA owns block_kv_bwd keys, by default 128, or 64 where 128 does not divide the mask's blocks; 64 of them for each
-    computing warpgroup. It visits 128 queries for head dims up to 64 and small mods (`computes_little`), otherwise 64; 64
-    too where block_q_bwd or the mask's blocks ask for it. All rings have two slots, that of the staged array has none
-    (staged_slots 0) if it does not fit. Launch order is head_major unless query heads share key heads. Without staging,
-    sizes are returned whether they fit or not. Raises StopIteration for blocks of the mask that no size divides, which
-    `backward_tiles.refuses` finds before.
+    computing warpgroup. It visits 128 queries for inputs of 16 bits with head dims up to 64 (extra features included) and small
+    mods (`computes_little`), otherwise 64; 64 too where block_q_bwd or the mask's blocks ask for it. The rings of Q and dO have
+    two slots; so has that of the staged array, or none (staged_slots 0) without such an array or if it does not fit. Launch order
+    is head_major unless query heads share key heads. Without staging, sizes are returned whether they fit or not. Raises
+    StopIteration for blocks of the mask that no size divides, which `backward_tiles.refuses` finds before.
     """
     keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
@@ -227,7 +227,7 @@ def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
         1         1          1         SMALLEST_TILE       only for float32
 
     Launch order is head_major unless query heads share key heads. A row fits at every head dim whose backward pass support.py
-    accepts; above, the last row is returned though it does not fit.
+    accepts; where none fits, the last one that the plan allows is returned.
     """
     made = [(2, 2, 2, SPLIT_QUERIES), (2, 2, 1, SPLIT_QUERIES)]
     if ctas_of(plan) > 1:

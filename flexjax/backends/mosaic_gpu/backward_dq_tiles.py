@@ -141,14 +141,15 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     plan   of the call, with extra features joined to the head dim or apart: the result is the same
     bias   dtypes of the staged array and of the direct gradients, and how many batch entries a CTA takes
 
-    The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's blocks. It visits 128
-    keys for a padded head dim of queries and keys up to 128 and small mods (`computes_little`), otherwise 64; 64 too
-    where block_kv_bwd or the mask's blocks ask for it, and where two CTAs share the columns. Only for float32, and where
-    CTAs share the columns, smaller tiles follow: for float32 with 64 owned queries (unless block_q_bwd is set), then for
-    both with SMALLEST_TILE visited keys.
+    The CTA owns q queries: block_q_bwd, by default 128, or 64 where 128 does not divide the mask's blocks. It visits k keys:
+    128 for inputs of 16 bits with a padded head dim of queries and keys up to 128 and small mods (`computes_little`), otherwise
+    64; 64 too where block_kv_bwd or the mask's blocks ask for it, and where two CTAs share the columns. The sizes, in this order:
 
-    For each of these sizes the ring depths (keys, values, staged array) are, in this order, (2, 2, 2), (2, 2, 1),
-    (2, 1, 1) and (1, 1, 1) if an array is staged, then (2, 2, 0), (2, 1, 0) and (1, 1, 0), by which it is not.
+        16 bits   (q, k); where two CTAs share the columns then (q, SMALLEST_TILE)
+        float32   (q, k), (64, k), (q, SMALLEST_TILE), (64, SMALLEST_TILE); if block_q_bwd is set, only those with q
+
+    For each size the ring depths (keys, values, staged array) are, in this order, (2, 2, 2), (2, 2, 1), (2, 1, 1) and (1, 1, 1)
+    if an array is staged, then (2, 2, 0), (2, 1, 0) and (1, 1, 0), by which it is not.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     split = ctas_of(plan) > 1

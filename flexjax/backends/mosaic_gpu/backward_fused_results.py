@@ -18,7 +18,7 @@ def gather_dq(plan: KernelPlan, sums: int, queries: int, tiles: jax.Array, query
     tiles     [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as the kernel adds them: the halves of the two
               computing warpgroups one below the other, which are halves of the queries or, with tiles of 64 queries, of the
               columns
-    query     the padded queries; tokens past the query tiles get zeros
+    query     the padded queries, [B, T', N, D] or [B, N, T', D]; tokens past the query tiles get zeros
     """
     parts = GROUPS * ROWS // queries
     tiles = tiles.reshape(plan.batch, plan.q_heads, sums, -1, parts, queries, tiles.shape[-1])

@@ -35,7 +35,8 @@ class FusedTiles(typing.NamedTuple):
     query_slots, out_slots, dq_slots   ring depths of Q, dO and finished dQ tiles
     head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
     heads                              key heads side by side in launch order where additions to dQ are in any order; 0: by `head_major`
-    dq_first                           dQ is multiplied before dK and stored beside it, where it is not late
+    dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
+                                       one visit later (`backward_sm90_fused._FusedSetup.dq_is_late`)
     """
 
     queries: int
@@ -152,7 +153,11 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
 
 
 def _untimed_fields(plan: KernelPlan, queries: int) -> dict[str, typing.Any]:
-    """The fields of FusedTiles that untimed choices set, by name, for tiles of `queries` queries."""
+    """The fields of FusedTiles that untimed choices (untimed.py) set, by name, for tiles of `queries` queries; {} where all are off.
+
+    dq_first   True with the choice `backward_dq_first`, for tiles of 128 queries without score_mod and dropout
+    heads      `dq_order.heads_side_by_side` with the choice `backward_heads`, if each query head has a key head of its own
+    """
     choices, plain = untimed.choices(), plan.score is None and plan.dropout is None
     fields: dict[str, typing.Any] = {}
     if choices.backward_dq_first and queries == GROUPS * ROWS and plain:

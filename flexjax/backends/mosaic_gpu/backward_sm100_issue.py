@@ -14,8 +14,9 @@ and the warp that issues them runs, after S and dP of both halves of the first v
     wait for P:    second += P Y,   S of the next visit
     wait for dS:   first += dS X,   dP of the next visit
 
-so that the tensor cores multiply for one half while the warpgroup of the other computes. P lies over S and dS over dP in tensor memory:
-the tensor cores execute products in the order in which one thread issues them, see forward_sm100_issue.py.
+so that the tensor cores multiply for one half while the warpgroup of the other computes. dQ has no second sum: there S of the next
+visit follows first += dS X. P lies over S and dS over dP in tensor memory: the tensor cores execute products in the order in which one
+thread issues them, see forward_sm100_issue.py.
 
 In a pair of CTAs (backward_sm100_tiles.py) both copy, each its own tokens and its halves of the visited tiles; the copies of visited tiles
 arrive at the barrier of the first CTA. Its warp issues the products of both, and its commits arrive in both.

@@ -81,8 +81,8 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     sum_first, sum_second   tensor memory: [1, 128, D] and [1, 128, E] float32, sums of the gradients of the own tokens; sum_second is None
                             in a kernel that computes only the first
     own_full                TMA: the own tokens have arrived
-    own_ready               a warpgroup of each CTA of a pair: those of both have; None without pairs
-    full                    [slots] TMA: a visited tile has, in the first CTA of a pair that of both
+    own_ready               warpgroup 0 of each CTA of a pair: the own tokens of both have arrived; None without pairs
+    full                    [slots] TMA: both tiles of a visit have arrived; in a pair those of both CTAs, at the barrier of the first
     free                    [slots] tcgen05.commit: the products that read a slot have completed
     scores_full             [2] tcgen05.commit: S of a half is there
     weights_full            [2] a warpgroup: P of its half is there; None without sum_second

@@ -151,7 +151,7 @@ def _fitting(
             blocks
     asked   the owned tokens that the options ask for; None: any
 
-    Sizes of which an SM holds two warpgroups come first, because one multiplies while the other computes probabilities.
+    Sizes of which an SM holds at least two warpgroups come first, because one multiplies while the other computes probabilities.
     On the cards with SMALL_MEMORY the tensor cores are slower than shared memory at every size, so 64 rows, which take
     fewer registers, go before 128.
     """

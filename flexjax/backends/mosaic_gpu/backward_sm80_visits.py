@@ -68,10 +68,10 @@ class VisitSequence:
 
     visits, lists   which tiles the owned tile visits
     b, first_head   batch entry, and the first query head
-    heads           query heads, one after the other
+    heads           how many query heads are visited, one after the other
     tile            number of the owned tile
     visited         tokens of a visited tile
-    may_be_masked   whether any visit is masked
+    may_be_masked   whether the plan has a mask_mod or a block mask; False: no visit is masked
     kv_group        query heads that read one key head, for visits of keys; None for visits of queries
     """
 

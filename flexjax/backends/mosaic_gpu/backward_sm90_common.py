@@ -9,9 +9,9 @@ For a tile of scores s = scale * q . k, with lse the logarithm of the softmax de
     dV += (p * r)^T dO     dK += scale * ds^T Q     dQ += scale * ds K
 
 Kernels compute in base 2, because `exp2` is one instruction: p = exp2(s * scale * log2(e) - lse2). The row statistics
-lse2 and delta come from row_statistics.py. A row past the end, or with no visible key, has lse2 = +inf, which makes p
-exactly 0 there. A mod may return NaN where the mask is off; factors are selected on p > 0 *after* the multiplication,
-which keeps that NaN out of every gradient.
+lse2 and delta come from row_statistics.py. A row past the end, or with neither a visible key nor a sink, has lse2 = +inf, which
+makes p exactly 0 there. Where scores may be large (backward_tile_math.py), lse takes the place of lse2. A mod may return NaN where
+the mask is off; factors are selected on p > 0 *after* the multiplication, which keeps that NaN out of every gradient.
 
 A CTA has computing warpgroups and one copying warpgroup, which fills rings of slots in shared memory by TMA; each
 slot has a barrier `*_full` (its copy has arrived) and a barrier `*_free` (every reader is done). The *running number*
@@ -82,7 +82,7 @@ def pad(x: jax.Array, plan: KernelPlan, axis: str, ctas: int = 1) -> jax.Array:
     kernels take (`padded_len`, `padded_dim`).
 
     axis   "q" or "kv", what T counts
-    ctas   CTAs that share the columns (columns.py), each of which has padded columns of its own; 1: a CTA has all
+    ctas   CTAs that share the columns (columns.py): D becomes `ctas` times the padded columns of one of them. 1: a CTA has all
     """
     dim = padded_dim(columns_of(x.shape[3], ctas)) * ctas
     return kernel_parts.pad(x, plan.layout, padded_len(plan, axis), dim)
@@ -92,8 +92,8 @@ class Tokens(typing.NamedTuple, typing.Generic[Part]):
     """The arrays over tokens that the kernels read, padded.
 
     query, key, value, d_out   [parts * B, T', N or M, D'] or [parts * B, N or M, T', D'] by the plan's layout, in parts
-                               (float_parts.py); d_out is the cotangent dO of the result
-    stats                      [B, N, 2, T'] float32, lse2 and delta (row_statistics.py)
+                               (float_parts.py), T' being `padded_len`; d_out is the cotangent dO of the result
+    stats                      [B, N, 2, `whole_len` of the queries] float32, lse2 and delta (row_statistics.py)
     """
 
     query: Part
@@ -251,7 +251,7 @@ class Products:
         acc        accumulator, [rows, columns] float32
         a          left operand, a tile in registers or in shared memory, or its parts
         b          right operand, a tile in shared memory, or its parts
-        a_t, b_t   transpose the operand
+        a_t, b_t   transpose the operand; a_t only for one in shared memory
         """
         left, right = a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,)
         for m, n in pairs_of(self.parts):

@@ -115,8 +115,8 @@ class _Cta(TileCta):
         """What computing warpgroup `group` does: it computes dK (times scale) and dV of its keys.
 
         With two computing warpgroups it raises its register limit. It copies its K and V to shared memory by TMA and
-        waits for them, makes all visits, overwrites K and V there by dK and dV in the dtypes of K and V, and copies
-        these to `outputs` by TMA.
+        waits for them, makes all visits, overwrites K and V there by dK and dV, in parts of the dtypes of K and V, and
+        copies these to `outputs` by TMA.
         """
         tiles, scratch, products, tokens, plan = (
             self.tiles, self.scratch, self.products, self.inputs.tokens, self.math.plan,
@@ -162,7 +162,7 @@ class _Cta(TileCta):
         """Adds the tile of the queries from q0 to dK and dV of warpgroup `group`.
 
         rows             P and dS of this key tile's rows, for the query head of the visit
-        number           visits of this CTA before this one; it gives the ring slots and their barrier phases
+        number           visits of this CTA before this one; it gives the ring slots
         masked           whether the mask applies
         dk_acc, dv_acc   accumulators, [rows, D] and [rows, E] float32
 

@@ -4,7 +4,7 @@
     dK warpgroup   dP^T = V dO^T   -> dS^T   dK += dS^T Q
 
 An accumulator of 64 keys x 256 takes 128 registers a thread, and one warpgroup has room for one such accumulator. Split this way,
-each warpgroup has two of the four products and nothing is computed twice. The ring of P tiles has two slots, so that
+each warpgroup has two of the four products and nothing is computed twice. The ring of P tiles has two slots where these fit, so that
 the dV warpgroup may be a tile ahead. Tiles are transposed as in backward_sm90_dkv.py.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
@@ -219,8 +219,8 @@ class _Cta(TileCta):
 
                 def score_cotangents(dp_acc: Ref) -> tuple[jax.Array, ...]:
                     """The parts of dS^T of the tile: (dP^T - delta) times the tile of the ring of P, where dP^T
-                    = V dO^T, times the dropout multiplier if there is dropout. It waits for both tiles, and frees those
-                    of dO and P.
+                    = V dO^T, times the dropout multiplier if there is dropout. It waits for Q, with which the row
+                    statistics come, for dO and for P, and frees the slots of dO and P.
 
                     dp_acc   accumulator for dP^T; it starts at -delta where `starts_at_minus_delta`
                     """

@@ -46,7 +46,8 @@ def backward_dq(
     bias: DenseBiasPlan,
 ) -> DqOutputs[jax.Array]:
     """Runs the dQ kernel, one CTA for each query tile of each query head, of `tiles.batch_entries` batch entries
-    together: dQ, times scale, in parts in the shape of the padded queries, and the direct gradients of `bias`.
+    together (a cluster of CTAs where these share the columns): dQ, times scale, in parts in the shape of the padded
+    queries, and the direct gradients of `bias`.
 
     call    plan, programs and padded arrays of the call
     lists   the block lists of each query block; of a head, CTAs with the most visits start first
@@ -150,7 +151,7 @@ class _Cta(TileCta):
         return self.b if self.entries == 1 else self.b + n
 
     def own_slot(self, group: Scalar, n: int) -> Scalar:
-        """The slot of `Scratch.query` in which warpgroup `group` has its queries of the n-th batch entry."""
+        """The slot of `Scratch.query` and `.d_out` in which warpgroup `group` has its queries of the n-th batch entry, and their dO."""
         return group if self.entries == 1 else group * self.entries + n
 
     def ring_number(self, visit: Scalar, n: int) -> Scalar:

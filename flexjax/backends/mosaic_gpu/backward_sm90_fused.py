@@ -18,10 +18,10 @@ the dV product is issued after dS is there; earlier, P would be held twice in re
 product.
 
 The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Therefore the
-product for dQ is issued one visit later, beside the next scores, if additions are in any order and there is neither score_mod nor
-dropout (`dq_is_late`). In a fixed order the next CTA would wait a visit longer; with a score_mod or dropout registers do not
-suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch between in-flight WGMMAs
-forces a wait.
+product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout and additions are in any
+order, or in one whose CTAs do not wait for each other (`dq_is_late`). Otherwise the next CTA would wait a visit longer; with a score_mod
+or dropout registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch
+between in-flight WGMMAs forces a wait.
 
 Order of the additions (dq_order.py). In any order, each dQ tile is added when it is ready. In a fixed order, a start number from an
 atomic counter says which key tile a CTA owns, and a CTA waits at a query tile until as many CTAs have added to it as its place in
@@ -579,7 +579,9 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.ds_ready)
 
         def own_dq(dq_acc: Ref) -> jax.Array:
-            """This warpgroup's half of dQ of the visit without scale, with the product for dK in flight."""
+            """This warpgroup's half of dQ of the visit without scale, of the shape `dq_part`, float32; at the return the product for dK
+            is started and in flight. `dq_acc` is its accumulator, 0 at the start.
+            """
             self.start_dq(dq_acc, common.slot_of(number, DS_SLOTS))
             products.add(dk_acc, ds, scratch.query.at[q_slot])
             return products.read(dq_acc, 1)

@@ -49,7 +49,7 @@ class Probabilities(typing.NamedTuple):
     of a captured array; dP = dO V^T, and delta is the row statistic.
 
     p             probabilities, 0 where the mask is off
-    slope         d mod / d score, None where it is 1
+    slope         d mod / d score; None where it is the constant 1, and where `TileMath` has `loads_only`, which need none
     dropout       the dropout multiplier, None without dropout
     load_slopes   d mod / d load for each load that `TileMath` was asked for; None where `TileMath.load_results` has
                   None, because it is the constant 1
@@ -68,7 +68,9 @@ class Probabilities(typing.NamedTuple):
         return self.p if self.dropout is None else self.p * self.dropout
 
     def factor(self) -> jax.Array:
-        """p * d mod / d score in the shape of the tile, and 0 wherever p is 0: ds = factor * (dP - delta)."""
+        """p * d mod / d score in the shape of the tile, and 0 wherever p is 0: ds = factor * (dP - delta). Not for a `TileMath` with
+        `loads_only`, which does not compute d mod / d score.
+        """
         return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
 
     def load_factors(self) -> tuple[jax.Array, ...]:
@@ -79,8 +81,8 @@ class Probabilities(typing.NamedTuple):
         return tuple(self.p if slope is None else jnp.where(self.p > 0.0, self.p * slope, 0.0) for slope in slopes)
 
     def rounded_factors(self) -> tuple[jax.Array | None, ...]:
-        """`rounded` * d mod / d load, and 0 wherever p is 0, for each load that `TileMath` was asked for; None where the passes do
-        not round weights alike.
+        """`rounded` * d mod / d load, and 0 wherever p is 0, for each load of `TileMath.load_results`; a None for each where the
+        passes do not round weights alike.
         """
         rounded, slopes = self.rounded, self.load_slopes
         if rounded is None:

@@ -3,9 +3,9 @@
 A kernel owns a tile of one axis and visits tiles of the other. KernelOptions set the sizes (None: the largest that fits):
 
     kernel         owns                              visits
-    dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
+    dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd (32 where 64 do not fit)
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
-    split dK/dV    64 keys (head dims above 128)     64 queries (32 of float32 with large head dims)
+    split dK/dV    64 keys, where `splits_dkv`       64 queries (32 of float32 with large head dims)
     fused          128 keys                          64 queries, or 128 where `fits_128_query_tile`
 
 backward_dq_tiles.py, backward_dkv_tiles.py and backward_fused_tiles.py list the sizes and the shared memory of each kernel and what
