@@ -142,7 +142,7 @@ class _OneLoad(typing.NamedTuple):
 
         shape   of the lists
         sink    what happens to g
-        dtype   of what the kernel writes for SUMS and MATRIX
+        dtype   of what the kernel writes for SUMS, MAGNITUDES and MATRIX
         """
         return CaptureKernel(self.plan, self.derivative, self.load_number, shape, self.bias, sink, dtype, self.card)
 

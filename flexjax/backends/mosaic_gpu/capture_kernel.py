@@ -118,7 +118,7 @@ class CaptureKernel:
     shape         of the lists
     bias          which captured array is staged
     sink          what happens to g
-    dtype         of what the kernel writes for SUMS and MATRIX
+    dtype         of `Outputs.sums`; float32 for SCATTER
     card          whose mma.sync kernel runs (capture_sm80.py); None: the kernel for Hopper does
 
     A tile has `shape.tile` queries and as many keys; each computing warpgroup has ROWS of the queries, and goes through

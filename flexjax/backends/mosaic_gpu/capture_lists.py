@@ -48,9 +48,9 @@ AFTER_ALL_KEYS = np.int32(np.iinfo(np.int32).max)
 
 
 class TileLists(typing.NamedTuple, typing.Generic[Part]):
-    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `ListShape.repeats` heads.
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of the batch entries and heads of `ListShape.repeats`.
 
-    int32, arrays outside a kernel, Refs inside.
+    int32, arrays outside a kernel (of numpy if the block lists are known), Refs inside.
 
     head          [lists] the number b * N + h of the first head of each list
     begin, count  [lists] the run of visits
@@ -110,7 +110,7 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
 
 
 def most_codes(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the tile codes in `TileLists.tile`, for square tiles of `tile` queries and keys."""
+    """A number above all tile codes in `TileLists.tile`: twice the tiles of a head, for square tiles of `tile` queries and keys."""
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
@@ -176,8 +176,9 @@ def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
 def tile_lists(
     plan: KernelPlan, lists: BlockLists | None, shape: ListShape, starts: Starts | None = None
 ) -> TileLists[jax.Array]:
-    """Makes the lists of tiles for one launch of the capture kernel, as int32 arrays; on the host if the block lists
-    are known, else in the caller's program.
+    """Makes the lists of tiles for one launch of the capture kernel, as int32 arrays: on the host, as numpy arrays, if the block
+    lists are known, or if there are none and a head has at most MOST_BLOCKS tiles; else in the caller's program, as are the lists
+    of diagonals of a whole problem.
 
     plan     of the call
     lists    the block lists of the call; None: every tile is visited
@@ -186,7 +187,7 @@ def tile_lists(
 
     Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are
     one of `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset`
-    is None unless heads with block lists of their own are joined.
+    is None unless batch entries or heads with block lists of their own are joined.
     """
     row, column, masked, exists = _visits(plan, lists, shape)
     key = {

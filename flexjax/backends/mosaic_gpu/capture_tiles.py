@@ -2,8 +2,9 @@
 Hopper and for mma.sync.
 
 A tile of scores has 64 or 128 queries and as many keys; a computing warpgroup has ROWS of the queries, and keys come
-in slots of ROWS. A *ring* is a buffer in shared memory with several slots, filled by a copying warpgroup. The *staged
-array* is a captured array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
+in slots of ROWS, on mma.sync of `keys_of_part`. A *ring* is a buffer in shared memory with several slots, filled by a
+copying warpgroup, on mma.sync by the computing ones. The *staged array* is a captured array, such as a pair bias, whose
+tiles come through shared memory (pair_bias.py); only the kernel for Hopper stages one.
 """
 
 import typing
@@ -23,7 +24,7 @@ from flexjax.backends.mosaic_gpu.sm80_cards import Card, Copying, meeting_barrie
 from flexjax.plan.kernel_plan import KernelPlan
 
 ROWS = 64
-"""Queries of a computing warpgroup, and keys of a slot."""
+"""Queries of a computing warpgroup, and keys of a slot on Hopper."""
 
 
 def _dims(plan: KernelPlan) -> tuple[int, int]:

@@ -164,7 +164,8 @@ def many_in_pages(plan: KernelPlan) -> bool:
     """Whether the keys of a plan lie in pages and its queries are too many for the decode kernel, as in a chunk of a prefill: the
     forward kernel then runs.
 
-    False for a part of a call (`KernelPlan.partial`), because its batch entries have few queries unless the options ask for more.
+    False for a part of a call (`KernelPlan.partial`): its batch entries have few queries unless the option block_q of paged_attention asks
+    for more, which the kernels then refuse.
     """
     return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_tiles.ROWS
 
@@ -185,7 +186,8 @@ def decode_is_faster(plan: KernelPlan) -> bool:
     """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it does not refuse.
 
     True for keys in pages and where the option `split` is set, also to "auto". Otherwise there must be more keys than queries, and at
-    least KEYS_A_ROW keys for each packed row, because the decode kernel writes and reads partial results of each row.
+    least KEYS_A_ROW keys for each packed row (a query with one of the query heads of a key head), because the decode kernel writes and
+    reads partial results of each row.
     With key lengths the second condition does not count: the array is then a buffer, and the same kernel must run for
     every size of the buffer, so that the bits are the same.
     """
@@ -231,7 +233,7 @@ class FusedKernel(typing.NamedTuple):
 
 
 class TwoKernels(typing.NamedTuple):
-    """A kernel for dQ and one for dK and dV, the split one above head dim 128; the fields are their sizes."""
+    """A kernel for dQ and one for dK and dV, the split one where `backward_tiles.splits_dkv`; the fields are their sizes."""
 
     dq: DqTiles
     dkv: DkvTiles | SplitDkvTiles
@@ -243,10 +245,10 @@ def backward_kernels(
     """The kernels of the backward pass of a plan, with their sizes, by the table at the top of this file.
 
     plan            with extra features joined to the head dim, or not joined: the choice is the same
-    bias            dtypes of the staged array and of the gradients that the dQ kernel writes (pair_bias.py); only two
-                    kernels depend on it
-    all_gradients   whether dQ and one of dK, dV are asked for. If not, there is no fused kernel, and the caller runs
-                    one of two kernels alone; both are in the result
+    bias            dtypes of the staged array and of the gradients that the dQ kernel writes (pair_bias.py); only the sizes of
+                    two kernels depend on it
+    all_gradients   whether dQ and one of dK, dV are asked for. If not, the result is TwoKernels, of which the caller runs
+                    those that it needs
     """
     fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
     if fused is not None:
@@ -256,7 +258,7 @@ def backward_kernels(
 
 
 def mma_backward_kernels(plan: KernelPlan, card: Card) -> tuple[Tiles, Tiles]:
-    """The sizes of the dQ kernel and of the dK/dV kernel for mma.sync. They depend on the card, the bits of the results do not.
+    """(sizes of the dQ kernel, sizes of the dK/dV kernel) for mma.sync. They depend on the card, the bits of the results do not.
 
     plan   with extra features joined to the head dim, or not joined: the choice is the same
     card   whose kernels run
