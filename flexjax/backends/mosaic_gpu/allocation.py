@@ -23,7 +23,8 @@ def allocated(part: Description, interpret: bool) -> object:
     """The Pallas allocation for `part`, a description of shared or tensor memory, from which `launch` (kernel_parts.py) makes a Ref:
 
         description           allocation
-        SwizzledTiles         shared memory of its shape, with the largest swizzle up to `part.swizzle` that divides a row
+        SwizzledTiles         shared memory of its shape, with the largest swizzle up to `part.swizzle` that divides a row;
+                              StopIteration if none does
         PlainArray            shared memory of its shape, in row-major order
         Barriers              so many mbarriers; of a count of None one that takes no index. With `pair` barriers of the cluster
         TensorTiles           tensor memory of its shape; with `pair` for instructions of two CTAs

@@ -2,7 +2,7 @@
 
     take           the next number, for the warpgroup that asks (tile_scheduler.py)
     take_start,    the order in which CTAs started, for the whole CTA (dq_order.py): one warpgroup takes a number into global memory,
-    read_start     the others read it there after a barrier
+    read_start     all read it there after a barrier
 
 CUDA promises no order in which CTAs start, so the number of a CTA in its grid says nothing about that. Functions that
 `inline_mgpu` decorates are traced once and run in every thread of the calling warpgroup.

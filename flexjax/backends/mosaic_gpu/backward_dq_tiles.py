@@ -172,6 +172,8 @@ def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
     """Whether the dQ kernel has sizes that fit shared memory with the direct gradients and the batch entries of `bias`,
     with the array of `bias` staged or, where that leaves no room, read from global memory. By this pair_bias.py decides
     how many gradients are direct, and support.py refuses plans (with NO_DENSE_BIAS).
+
+    plan   of the call, with extra features joined to the head dim or apart: the result is the same
     """
     return bool(_candidates(plan, bias))
 
@@ -180,6 +182,7 @@ def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
     """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: the owned queries of
     `_candidates`, 64 keys, rings of one slot, one batch entry and no staged array.
 
+    plan   of the call, with extra features joined to the head dim or apart: the result is the same
     bias   dtypes of the staged array and of the direct gradients, and how many batch entries a CTA takes
     """
     found = _candidates(plan, bias)

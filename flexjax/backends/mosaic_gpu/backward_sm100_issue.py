@@ -80,7 +80,8 @@ class IssuingWarps:
 
     def run(self) -> None:
         """What the warpgroup does: lowers its register limit, and makes all copies in one warp and issues all products in another; the
-        other two warps do nothing. Without visits nothing is copied or issued. In a pair only the first CTA issues products.
+        other two warps do nothing. Without visits nothing is copied or issued. In a pair only the first CTA issues products, in the
+        simulator each.
         """
         plgpu.set_max_registers(self.tiles.issuing_registers, action="decrease")
 

@@ -177,6 +177,7 @@ def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[ja
     """(features of the head dim, extra features) of a gradient whose features are joined; None for extra features
     that the plan lacks.
 
+    plan     with extra features apart, which says how many features of either kind there are
     x        [B, T', N, D'] or [B, N, T', D'], padded; None gives (None, None)
     length   tokens of the results
     """

@@ -358,8 +358,8 @@ class _Cta:
 
 
 def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`, without changing it; then makes visible what other CTAs wrote
-    before they counted.
+    """Waits until counts[index] is at least `least`, without changing it, and then makes visible what other CTAs wrote before
+    they counted. All threads of the calling warpgroup call it: one polls, then all meet at a barrier.
 
     counts   int32 in global memory
     """
@@ -374,7 +374,8 @@ def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
 
 
 def _signal_addition(counts: Ref, index: Scalar) -> None:
-    """Adds one to counts[index], after which other CTAs see what this warpgroup wrote before.
+    """In one thread of the calling warpgroup: adds one to counts[index]. A CTA that waits for this count (`_wait_for_additions`)
+    then sees the copies by TMA to global memory that the warpgroup has waited for.
 
     counts   int32 in global memory
     """

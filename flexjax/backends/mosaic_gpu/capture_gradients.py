@@ -200,8 +200,8 @@ def _kernel_scatters(plan: KernelPlan, load: ir.Load) -> bool:
 
 
 def _shared(plan: KernelPlan, load: ir.Load) -> tuple[bool, bool]:
-    """(whether batch entries share the elements that the load reads, whether heads do): the index does not depend on
-    b, or on h.
+    """(whether batch entries share the elements that the load reads, whether heads do): the index does not depend on b, nor on
+    positions that an origin gives each batch entry (`positions_differ_by_entry`); it does not depend on h.
     """
     return "b" not in axes(load) and not positions_differ_by_entry(plan, load), "h" not in axes(load)
 
@@ -214,8 +214,8 @@ def _load_sums(one: _OneLoad) -> jax.Array:
     load have the dtype of the captured array instead if they are its whole gradient (`_sum_type`).
 
     b and h are 1 where the load does not depend on them (`_shared`: under an origin, positions may depend on b). "..."
-    is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal and (T, S) for a tile load,
-    without the padding of the tiles.
+    is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal (q - kv from -(S - 1) on) and
+    (T, S) for a tile load, without the padding of the tiles.
     """
     plan, tokens, captures, load = one.plan, one.tokens, one.captures, one.load
     kind, shared, tile = ir.classify_load(load).kind, _shared(plan, load), warpgroups_for(plan) * ROWS
@@ -317,10 +317,11 @@ def _scattered(one: _OneLoad) -> jax.Array:
     """The gradient of the array of one load that `_kernel_scatters`: float32, one number for each element of the array
     in row-major order.
 
-    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g| (the total). If
-    `_largest_total` knows none, a first kernel sums |g|. If the load's index repeats along the diagonals (`_period`),
-    or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums the tiles of a
-    diagonal in registers before it adds them. A total that is not finite makes every element NaN.
+    The kernel adds g to the elements in fixed point (the simulator in float32), whose unit needs a bound of the sum of
+    all |g| (the total). If `_largest_total` knows none, a first kernel sums |g|. If the load's index repeats along the
+    diagonals (`_period`), or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel
+    sums the tiles of a diagonal in registers before it adds them. On the device a total that is not finite makes every
+    element NaN.
     """
     plan, tokens, captures, derivative = one.plan, one.tokens, one.captures, one.derivative
     load, tile = one.load, warpgroups_for(plan) * ROWS
@@ -372,8 +373,9 @@ def _largest_total(
     load_number   of the load among `gradient_loads(derivative)`
 
     g = p (dP - delta) * d mod / d load. The p of one query sum to 1 (where scores may be too large to scale, each may
-    be 1, so the number of keys multiplies the bound), and |dP| is at most |dO| times the longest value of the head. So
-    the bound is the largest |d mod / d load| times the sum, over all queries, of that product and of |delta|.
+    be 1, so the number of keys multiplies the bound), and |dP| is at most |dO| times the longest value of the head, times
+    the largest dropout multiplier. So the bound is the largest |d mod / d load| times the sum, over all queries, of that
+    product and of |delta|.
     """
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))

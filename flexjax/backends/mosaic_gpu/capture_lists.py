@@ -97,8 +97,9 @@ class ListShape:
 
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the number of visits over all batch entries and heads, for square tiles of `tile` queries and
-    keys: all tiles without a block mask, else the widths of both lists for every query block.
+    """Upper bound of the number of visits over all batch entries and query heads, for square tiles of `tile` queries and
+    keys, which divide the mask's blocks: all tiles without a block mask, else, for every query block, the tiles of as many
+    key blocks as both lists are wide together.
     """
     blocks = plan.blocks
     if blocks is None:
@@ -186,7 +187,7 @@ def tile_lists(
     starts   of the runs of an origin; read if `shape.whole` says that the diagonals are those of the whole problem
 
     Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are
-    one of `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset`
+    one of `shape.keys` equal runs of the visits of its heads, the last ones of which may be shorter or empty. `head_offset`
     is None unless batch entries or heads with block lists of their own are joined.
     """
     row, column, masked, exists = _visits(plan, lists, shape)

@@ -143,7 +143,8 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
 
 def mma_decode_kernel(plan: KernelPlan, card: Card) -> MmaDecodeTile | None:
     """The configuration of the decode kernel on mma.sync that runs the forward pass of a plan on a card; None where the forward kernel
-    does.
+    does. It runs where `decode_sm80_tiles.mma_decode_refuses` names no reason and `decode_is_faster`; the option `split` counts as for
+    `decode_kernel`.
 
     plan   with the blocks of the user's block mask
     """
