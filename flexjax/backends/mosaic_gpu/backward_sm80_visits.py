@@ -49,7 +49,7 @@ class VisitNow(typing.NamedTuple):
     start       first token of the visited tile
     number      how many visits came before
     masked      whether the mask applies
-    following   the next visit
+    following   the next visit; if there is none, its head is `VisitSequence.heads` or more
     """
 
     head: Scalar

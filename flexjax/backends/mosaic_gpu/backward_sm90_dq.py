@@ -176,8 +176,8 @@ class _Cta(TileCta):
         """What computing warpgroup `group` does: dQ of its queries for each batch entry of the CTA.
 
         With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO and waits for
-        them, and makes the unmasked visits, then the masked ones. dQ is scaled, converted to the dtype of query, and
-        copied to `outputs.d_query` by TMA. Direct gradients are written tile by tile during the visits, and zeros to
+        them, and makes the unmasked visits, then the masked ones. dQ is scaled, split into parts of the dtype of the padded
+        queries, and copied to `outputs.d_query` by TMA. Direct gradients are written tile by tile during the visits, and zeros to
         the key tiles that this query tile skips.
         """
         math, tiles, plan = self.math, self.tiles, self.math.plan

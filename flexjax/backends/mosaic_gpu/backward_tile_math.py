@@ -300,8 +300,8 @@ class ColumnMath:
     """One tile: the rows of `RowMath`, and the columns from `col0`.
 
     masked                 whether the mask applies, a bool or, where one loop visits both kinds of tiles, a scalar
-    score, mask, dropout   the programs with their column vectors computed; with a scalar `masked`, those of `mask`
-                           are not
+    score, mask, dropout   the programs with their column vectors computed; those of `mask` only if `masked` is the bool
+                           True
     """
 
     rows: RowMath
@@ -328,11 +328,13 @@ class ColumnMath:
         return Probabilities(p, computed.get(1), dropout, slopes, rounded)
 
     def _rounded(self, weights: jax.Array, lse2: jax.Array) -> jax.Array:
-        """The weights with the rounding that the forward kernel gave them, in float32: they are scaled by a power of
-        two for each row, rounded to the plan's dtype, and scaled back. Only for tiles whose rows are queries.
+        """The weights with the rounding that the forward kernel gave them, in float32. With n, lse2 rounded up to an
+        integer, a row is multiplied by 2^(lse2 - n), which gives the weights of the forward kernel up to a whole power of
+        two, then rounded to the plan's dtype, and multiplied by 2^(n - lse2). Only for tiles whose rows are queries.
 
         weights   p times the dropout multiplier, in the shape of the tile
-        lse2      of row_statistics.py, a vector over the queries; rows where it is +inf have weights 0
+        lse2      of row_statistics.py, a vector over the queries (lse where scores may be large, which is converted here);
+                  rows where it is +inf have weights 0
 
         The forward kernel's reference does not include `row_term`, unless its reference is static, so the term is
         subtracted from lse2 here.

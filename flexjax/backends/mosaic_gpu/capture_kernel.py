@@ -6,10 +6,11 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 
 `Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128
 queries by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in *parts* of 64
-keys. "mod" is score_mod, "load" its read of the array.
+keys, or of `keys_of_part` in the kernel for mma.sync (capture_sm80.py), which has `CaptureKernel` and `ListCta` too.
+"mod" is score_mod, "load" its read of the array.
 
 P are the probabilities, lse2 and delta the row statistics of the queries; the formulas are at the top of
-backward_sm90_common.py. A copying warpgroup fills rings of slots in shared memory: a slot of the query ring has Q and
+backward_sm90_common.py. On Hopper a copying warpgroup fills rings of slots in shared memory: a slot of the query ring has Q and
 dO of a visited tile, a slot of the key ring K and V of one part. `group` is the number of a computing warpgroup, b
 and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is a captured
 array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
