@@ -298,7 +298,8 @@ class Lowering:
         """The array whose elements are `make(*elements)` of the corresponding elements of `values`.
 
         make           makes an atom from one atom of each value
-        values         each has the shape of the result, or is a scalar (shape ()) that every element of the result takes
+        values         each has the shape of the result, perhaps with dimensions of size 1 that every element of the result shares, or is
+                       a scalar (shape ()) that every element of the result takes
         shape, dtype   of the result
 
         If one of the values is lazy, or a known array of several elements, the result is a lazy array: `make` is called when an
@@ -307,7 +308,12 @@ class Lowering:
         """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)
-        of = lambda value, index: element_of(self, value, index if value.ndim else ())
+        first = literal(0, "int32")
+
+        def of(value: Value, index: Index) -> Atom:
+            """The element of `value` for the element of the result at `index`: dimensions of size 1 are read at 0."""
+            return element_of(self, value, [first if n == 1 else i for n, i in zip(value.shape, index, strict=False)])
+
         return self.lazy(shape, dtype, lambda i: make(*(of(v, i) for v in values)), too_large_of(values, shape))
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:

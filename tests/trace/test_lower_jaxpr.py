@@ -55,6 +55,13 @@ def test_steps(name: str) -> None:
     assert sorted(steps(mod)) == sorted(wanted)
 
 
+def test_dimensions_of_size_1_are_read_at_0() -> None:
+    """jax.numpy leaves it to the primitive to repeat them if the operands have the same number of dimensions."""
+    rows, weights = jnp.ones((9, 3, 2)), jnp.ones((3, 1))
+    program = trace_score_mod(lambda s, b, h, q, k: s + (rows[q] * weights)[k % 3, 1], SIZES).program
+    assert {tuple(map(str, load.index))[-1] for load in program.loads} == {"1:int32", "0:int32"}
+
+
 def test_a_function_that_only_bears_the_name() -> None:
     """A jitted function called `remainder` is what it does, not what it is called."""
     assert "gt" in steps(lambda b, h, q, k: remainder(q * 200, k + 1) == 0)
