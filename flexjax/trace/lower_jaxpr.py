@@ -38,6 +38,7 @@ from flexjax.trace.equations import (
     varying_axes,
 )
 from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
+from flexjax.trace.lift_numpy import as_operand
 from flexjax.trace.lower_call import equation_as_call
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.primitives import (
@@ -117,7 +118,7 @@ class Lowering:
             if isinstance(var, jex_core.Literal):
                 if np.ndim(var.val) == 0:
                     return scalar(literal(var.val, aval_of(var).dtype))
-                return jnp.asarray(var.val)
+                return var.val if isinstance(var.val, jax.Array) else as_operand(np.asarray(var.val))
             return env[var]
 
         env.update(zip(jaxpr.constvars, consts, strict=True))
@@ -183,9 +184,10 @@ class Lowering:
 
         The equation becomes part of the caller's trace where an operand is a tracer, and where it has an inner jaxpr and its types vary
         over mesh axes of shard_map; a nested function (jit, remat) whose types vary so is translated by its body. Everything else is
-        computed at once.
+        computed at once, literals among them, because the derivative of a mod is kept and shared by all traces.
         """
-        values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
+        known = lambda lit, shape: as_operand(np.full(shape, lit.value, jnp.dtype(lit.dtype)))
+        values = [known(a.item(), a.shape) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
         typed = any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if typed and eqn.primitive.name in INLINED:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import Tracer
 
 from flexjax import mods
 from flexjax.ir.evaluate_scalars import call_program
@@ -177,6 +178,17 @@ def test_odd_mods_by_the_score(name: str) -> None:
     by_program = lambda captures, *at: call_program(result(traced.derivative, 1), captures, at[1:], at[0])
     both = quick_jit(lambda captures, *at: (by_program(captures, *at), jax.grad(mod)(*at)))
     np.testing.assert_allclose(*both(traced.arrays, score, *map(np.int32, place)), rtol=2e-5, atol=1e-6)
+
+
+def test_traces_share_a_derivative() -> None:
+    """What a derivative rule makes of literals alone (here zeros to add to) belongs to no trace, because the next one gets it too."""
+
+    def arrays(rows: jax.Array) -> tuple[jax.Array, ...]:
+        captured, *made = trace_score_mod(lambda s, b, h, q, k: s + jnp.sort(rows[k])[0], SIZES).arrays
+        assert not any(isinstance(x, Tracer) for x in made)
+        return captured, *made
+
+    jax.eval_shape(arrays, NORMAL(7, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
