@@ -11,6 +11,7 @@ of a score_mod computes the new score and its derivatives by the score and by ea
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 
@@ -278,15 +279,24 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
 
     What is called is the copy of lift_numpy, in which numpy arrays are Views, so that tracers can index them, and split arrays are unsplit.
     If that raises TypeError, as where a function does not take a View, `mod` itself is called, with its arrays as they are, and `split` is
-    empty. TypeError of a mod that reaches no such array, and all other errors, are passed on.
+    empty. If `mod` itself cannot index its arrays, the first error is raised. TypeError of a mod that reaches no such array, and all
+    other errors, are passed on, but a result that is no array raises ModError.
     """
     lifted, split = lift_numpy(mod)
     try:
         return Traced(jax.make_jaxpr(lifted)(*avals), split)
-    except TypeError:
+    except TypeError as error:
+        no_array = re.search(r"returned a value of type <class '(.+)'>.* not a valid JAX type", str(error))
+        if no_array:
+            advice = "call it with the same arguments" if "function" in no_array[1] else "return a number of jax.numpy"
+            raise ModError(f"it returns a value of type {no_array[1]}; {advice}.") from error
         if lifted is mod:
             raise
+        first = error
+    try:
         return Traced(jax.make_jaxpr(mod)(*avals), {})
+    except TypeError:
+        raise first from None
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:

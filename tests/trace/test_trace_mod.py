@@ -369,6 +369,10 @@ REFUSED_SCORES = {
         lambda s, b, h, q, k: (s, q),
         "`score_mod` returned float32[], int32[]; expected one scalar. It is called with scalars: one position at a time.",
     ),
+    "a function": (
+        lambda s, b, h, q, k: mods.alibi(3),
+        "`score_mod` cannot be compiled: it returns a value of type function; call it with the same arguments.",
+    ),
     "callback": (
         calls_back,
         "`score_mod` cannot be compiled: it calls back into Python (`pure_callback`); a mod must have no side effects.",
@@ -399,6 +403,13 @@ def test_refused_score_mods(why: str) -> None:
     mod, message = REFUSED_SCORES[why]
     with pytest.raises(ModError, match=f"^{re.escape(message)}$"):
         trace_score_mod(mod, SIZES)
+
+
+def test_the_error_of_a_mod_that_reaches_a_numpy_array() -> None:
+    """It is that of the mod, not that of numpy, which cannot index by tracers."""
+    bias = np.ones(9, np.float32)
+    with pytest.raises(TypeError, match=r"^where requires ndarray or scalar arguments"):
+        trace_score_mod(lambda s, b, h, q, k: jnp.where(q > k, s + bias[q], None), SIZES)
 
 
 def test_side_effects_are_refused() -> None:
