@@ -106,7 +106,8 @@ def nested_consts(params: Sequence[object]) -> list[object]:
     params   the values of the equation's parameters; tuples and lists are searched, and what is no jaxpr is skipped
 
     They are those of every jaxpr among the parameters, and of every jaxpr in the equations of one of these, in the order found; an array
-    that several jaxprs hold comes several times. Arrays that are literals of an equation are not among them.
+    that several jaxprs hold comes several times. Arrays that are literals of a jaxpr count, too: with
+    jax_use_simplified_jaxpr_constants jax writes constants so.
     """
     found: list[object] = []
     for param in params:
@@ -115,7 +116,10 @@ def nested_consts(params: Sequence[object]) -> list[object]:
         elif hasattr(inner := getattr(param, "jaxpr", param), "eqns"):
             # before jax 0.11 the jaxpr of a jax.checkpoint has no constants of its own, and those inside have
             found += list(getattr(param, "consts", ()))
-            for eqn in cast(Sequence[Equation], cast(Scope, inner).eqns):
+            scope = cast(Scope, inner)
+            used = [v for eqn in cast(Sequence[Equation], scope.eqns) for v in eqn.invars] + list(scope.outvars)
+            found += [v.val for v in used if isinstance(v, jex_core.Literal) and np.ndim(v.val)]
+            for eqn in cast(Sequence[Equation], scope.eqns):
                 found += nested_consts(tuple(eqn.params.values()))
     return found
 

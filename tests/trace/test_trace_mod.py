@@ -300,6 +300,23 @@ def test_arrays_deep_inside_a_loop_are_a_part_of_the_key() -> None:
     assert not (same and all(np.array_equal(a, b) for a, b in zip(one.arrays, two.arrays, strict=True)))
 
 
+def test_arrays_that_jax_writes_as_literals_are_a_part_of_the_key() -> None:
+    """With the flag below it writes arrays so that a loop reads."""
+    flag = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        test_arrays_deep_inside_a_loop_are_a_part_of_the_key()
+        one, two = (np.full(3000, n, np.int32) for n in (1, 2))
+        keys = []
+        for table in map(jnp.asarray, (one, two)):
+            steps = lambda q, table=table: lax.while_loop(lambda c: c < q, lambda c: c + table[c % 3000], 0)
+            keys.append(trace_score_mod(lambda s, b, h, q, k, steps=steps: s + steps(q), SIZES))
+        assert keys[0].program != keys[1].program or not np.array_equal(keys[0].arrays[0], keys[1].arrays[0])
+    finally:
+        jax.config.update(flag, before)
+
+
 def test_other_sizes_are_another_key() -> None:
     assert trace_mask_mod(masks.causal, SIZES).program != trace_mask_mod(masks.causal, (2, 3, 9, 8)).program
 
