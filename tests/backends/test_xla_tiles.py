@@ -237,6 +237,20 @@ ON_A_GPU: dict[str, Callable | None] = {
 }
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_one_block_of_a_user_is_no_mask_program(full: int) -> None:
+    """An empty list, or a full block whose mask_mod hides entries: in one step the lists were dropped."""
+    q, k, v = (x[:, :16] for x in arrays())
+    one, index = jnp.full((1, 1, 1), full), jnp.zeros((1, 1, 1, 1), jnp.int32)
+    causal = lambda b, h, q, k: q >= k
+    mask = flexjax.BlockMask.from_kv_blocks(one * 0, index, one, index, block_size=16, mask_mod=causal, kv_len=16)
+    options: Any = DEFAULTS | {"block_mask": mask}
+    call, backend = prepare(q, k, v, **options), dispatch.backend("xla")
+    found = [backend.forward(call.plan, call.operands, target).out for target in (CPU, GPU)]
+    np.testing.assert_allclose(*found, atol=1e-6)
+    assert bool(np.any(found[0])) == bool(full)
+
+
 @pytest.mark.parametrize(
     ("mask", "one_step"),
     some_slow(

@@ -27,7 +27,8 @@ FEW_KEYS = 1024
 
 def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = False) -> KernelPlan:
     """The plan that a pass computes on the target: with larger mask blocks; with none, if one of these would cover the whole
-    attention matrix and keys are not in pages; the plan itself on a CPU, and without a block mask.
+    attention matrix and keys are not in pages; the plan itself on a CPU, without a block mask, and where a user's one block is the
+    whole attention matrix.
 
     backward   whether the options of the backward pass count, block_q_bwd and block_kv_bwd, or those of the forward pass. Options
                that set a tile also bound the size of the larger blocks
@@ -36,7 +37,9 @@ def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = Fal
         return plan
     size = _block_size(plan, backward)
     made = mask_blocks.plan_with_blocks(plan, *size)
-    return dataclasses.replace(made, blocks=None) if _in_one_step(plan, size) else made
+    # lists of a user whose one block has that size already say what no program says
+    listed = made.blocks is not None and made.blocks.from_user_lists
+    return dataclasses.replace(made, blocks=None) if _in_one_step(plan, size) and not listed else made
 
 
 def on_larger_blocks(
