@@ -167,7 +167,7 @@ def from_lists(
     """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as Parts.
 
     lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices: integers [B, H, q_blocks] and
-                 [B, H, q_blocks, width]. The last two may both be None: no full blocks. Numbers need no order, and keep theirs
+                 [B, H, q_blocks, width]. The last two may both be None: no full blocks. Numbers need no order, and are sorted
     block_size   tokens of a block: one number or (queries, keys)
     mask_mod     of the blocks of the first pair, which is traced; None: all their entries are visible
     q_len        in tokens; None: as long as the query blocks of the lists
@@ -212,6 +212,7 @@ def from_lists(
         full_num, full_index = _in_range(full_num, full_index, columns)
     else:
         _check_columns((num, index, full_num, full_index), columns)
+        index, full_index = _ascending(num, index), _ascending(full_num, full_index)
     traced = TracedMod(None, ())  # type: ignore[arg-type]
     if mask_mod is not None:
         # a list of one entry may serve any number of them
@@ -262,18 +263,31 @@ def _as_int32(array: Array | np.ndarray) -> Array:
 
 
 def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
-    """A pair of traced lists without entries that name no block: those past the count, and numbers outside of 0 .. columns - 1.
+    """A pair of traced lists, sorted, without entries that name no block: those past the count, and numbers outside of
+    0 .. columns - 1.
 
     num, index   how many blocks each row lists, and their numbers
     columns      how many key blocks the attention matrix has
 
-    Returns the new counts, and the numbers in the same order and width, with 0 past the counts.
+    Returns the new counts, and the numbers, ascending and in the same width, with 0 past the counts.
     """
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     live &= (index >= 0) & (index < columns)
-    order = jnp.argsort(~live, axis=-1, stable=True)
-    kept, index = (jnp.take_along_axis(x, order, axis=-1) for x in (live, index))
-    return jnp.sum(live, -1, dtype=jnp.int32), jnp.where(kept, index, 0)
+    index = jnp.sort(jnp.where(live, index, columns), axis=-1)
+    return jnp.sum(live, -1, dtype=jnp.int32), jnp.where(index < columns, index, 0)
+
+
+def _ascending(num: Array, index: Array) -> Array:
+    """The numbers of a pair of concrete lists that `_check_columns` has checked, ascending in each row; those past the count stay
+    behind the others. The array itself where the rows are sorted.
+
+    num, index   how many blocks each row lists, and their numbers
+    """
+    numbers, beyond = np.asarray(index), np.arange(index.shape[-1]) >= np.asarray(num)[..., None]
+    keys = np.where(beyond, np.iinfo(np.int32).max, numbers)
+    if (keys[..., 1:] >= keys[..., :-1]).all():
+        return index
+    return jnp.asarray(np.take_along_axis(numbers, np.argsort(keys, axis=-1, kind="stable"), axis=-1))
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:

@@ -32,8 +32,7 @@ class Parts:
     there. Blocks in neither list are empty: all their entries are hidden, and no kernel visits them.
 
     kv_num_blocks        int32 [B, H, q_blocks]         number of partial key blocks of each query block
-    kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending unless from_user_lists; entries past the count are
-                                                        ignored
+    kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
     full_kv_num_blocks   int32 [B, H, q_blocks]         number of full key blocks of each query block
     full_kv_indices      int32 [B, H, q_blocks, width]  their numbers, as in kv_indices, in lists of a width of their own
     captures             arrays that the mask program reads

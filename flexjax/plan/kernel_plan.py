@@ -186,8 +186,8 @@ class BlockLists(typing.NamedTuple):
     """The partial and the full key blocks of each query block: int32 arrays, None where the BlockLayout says width 0.
 
     partial_num, full_num       [batch, heads, q_blocks]: how many key blocks the list of each query block has
-    partial_index, full_index   [batch, heads, q_blocks, width]: their block numbers, ascending unless the BlockLayout says
-                                from_user_lists; entries past the number are arbitrary valid block numbers
+    partial_index, full_index   [batch, heads, q_blocks, width]: their block numbers, ascending; entries past the number are
+                                arbitrary valid block numbers
 
     batch, heads and width are those of the BlockLayout.
     """

@@ -213,6 +213,20 @@ def test_from_kv_blocks_with_a_mask_and_full_blocks() -> None:
     np.testing.assert_array_equal(dense(mask.mask_mod, (1, 1, 7, 9)), want)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_numbers_need_no_order(traced: bool) -> None:
+    """They are sorted, because kernels read a row up to a length, or its last block: entries past the count do not count."""
+    num, index = array([[[3, 2]]]), array([[[[2, 0, 1, 0], [3, 1, 0, 2]]]])
+    make = lambda n, i: BlockMask.from_kv_blocks(n * 0, i, n, i, block_size=16, q_len=32, kv_len=64)
+    mask = (jax.jit(make) if traced else make)(num, index)
+    for row, count, want in zip(np.asarray(mask.full_kv_indices)[0, 0], (3, 2), ([0, 1, 2], [1, 3]), strict=True):
+        assert row[:count].tolist() == want
+    q, k, v = (jax.random.normal(jax.random.key(n), (1, length, 1, 8)) for n, length in enumerate((32, 64, 64)))
+    seen = flexjax.flex_attention(q, k, v, block_mask=mask, key_value_seq_lengths=array([20]), implementation="xla")
+    shown = np.kron([[1, 1, 1, 0], [0, 1, 0, 1]], np.ones((16, 16), bool)) & (np.arange(64) < 20)
+    np.testing.assert_allclose(seen, reference_attention(q, k, v, mask=array(shown[None, None]))[0], atol=2e-6)
+
+
 def test_what_lists_leave_is_restricted_further() -> None:
     """As the message says that asks for one mask: by and_masks with the block mask's own function."""
     blocks = np.random.default_rng(0).random((2, 1, 4, 3)) < 0.5

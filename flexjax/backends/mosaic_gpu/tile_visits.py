@@ -31,8 +31,8 @@ class VisitLists(typing.NamedTuple, typing.Generic[Part]):
     that the mask lacks. Heads are query heads, also where key blocks own.
 
     partial_num, full_num       [batch or 1, heads or 1, owned blocks] how many blocks each list names
-    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending except in the query
-                                blocks' lists from a user; those past the number mean nothing
+    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending; those past the
+                                number mean nothing
     """
 
     partial_num: Part | None = None

@@ -35,7 +35,7 @@ class TileRow(typing.NamedTuple):
     b0, h0                      int32 scalars: index of the first batch entry and of the first query head
     q_block                     int32 scalar: number of the query block
     full_num, partial_num       int32 scalars: how many key blocks the query block's full and partial list have
-    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending if the call has key lengths
+    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending
 
     The last four are None where there is no such list, and all of them where every block is visited.
 

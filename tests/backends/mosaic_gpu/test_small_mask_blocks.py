@@ -69,5 +69,14 @@ def test_it_runs_on_the_kernels(block_size: typing.Any, slopes: bool) -> None:
             close(one, other)
 
 
+def test_lists_in_any_order_whose_last_block_overhangs() -> None:
+    """The keys past the last one were counted where the last entry of a row was another block."""
+    num, index = np.full((1, 1, 2), 2), np.tile([1, 0], (1, 1, 2, 1))
+    mask = BlockMask.from_kv_blocks(num * 0, index, num, index, block_size=128, q_len=T, kv_len=T)
+    given: typing.Any = DEFAULTS | {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(*arrays(), **given)
+    close(jax.jit(lambda o: BACKEND.forward(call.plan, o, CPU))(call.operands).out, reference(mask, *arrays()))
+
+
 def close(got: jax.Array, want: jax.Array) -> None:
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.04, rtol=0.04)
