@@ -61,7 +61,8 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
     a decode kernel          its work items, splits and CTAs, then the bytes of keys and values that are read and, on compute capability
                              9.0 or an unknown one, the time and bandwidth predicted for an H200. Without known lengths and lists, only an
                              upper bound of the items, with splits and CTAs
-    another GPU kernel       whether it reads the pages in place or gets them gathered, then the bytes, if lengths and lists are known
+    another GPU kernel       whether it reads the pages in place, gets them gathered or gets the pools widened, then the bytes, if lengths
+                             and lists are known
     another backend          the work items of xla's loop, then the bytes, if lengths and lists are known
     """
     plan = run.plan
@@ -73,10 +74,14 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         from flexjax.backends.mosaic_gpu import choose_kernel
 
         read = [] if seen is None else [_bytes_text(_bytes(plan, seen))]
-        if choose_kernel.mma_card(run.target, plan.options) is None and choose_kernel.reads_pages(plan):
+        card, stored = choose_kernel.mma_card(run.target, plan.options), operands.key.shape[0]
+        row = plan.kv_heads * (plan.head_dim + plan.value_dim) * jnp.dtype(plan.dtype).itemsize
+        if choose_kernel.reads_pages(plan, card):
             return ["the forward kernel reads the pages in place", *read]
-        tokens = plan.batch * plan.kv_len * plan.kv_heads
-        copied = tokens * (plan.head_dim + plan.value_dim) * jnp.dtype(plan.dtype).itemsize
+        if choose_kernel.widens_pools(plan, stored, card):
+            made = stored * plan.page * row
+            return [f"the pools are widened to {plan.dtype} for the forward kernel, {made / 1e6:.4g} MB", *read]
+        copied = plan.batch * plan.kv_len * row
         text = (
             f"the keys and values of all pages of the table are gathered for the forward kernel, {copied / 1e6:.4g} MB"
         )

@@ -61,6 +61,26 @@ def contiguous(
     return contiguous_plan(plan), made
 
 
+def widened(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+    """The same call with pools in the plan's dtype: (plan, operands), or the arguments themselves if the cache is not quantised.
+
+    plan       of the call, with keys in pages; the new one has no cache_dtype, and is the same otherwise
+    operands   of the call; in the new ones key and value are the pools multiplied by their scales, and scales is None
+
+    The numbers are those that `contiguous` gathers with `quantised_as=plan.dtype`.
+    """
+    if operands.scales is None:
+        return plan, operands
+
+    def wide(pool: Array, scale: Array) -> Array:
+        """The pool [P, page, M, D], multiplied by its scales [M] or [P, M], in the plan's dtype."""
+        factor = (scale if scale.ndim == 1 else scale[:, None])[..., None]
+        return (pool.astype(plan.score_dtype) * factor.astype(plan.score_dtype)).astype(plan.dtype)
+
+    key, value = wide(operands.key, operands.scales[0]), wide(operands.value, operands.scales[1])
+    return dataclasses.replace(plan, cache_dtype=None), operands._replace(key=key, value=value, scales=None)
+
+
 def tokens_of_pages(pool: Array, scale: Array | None, pages: Array, dtype: DTypeLike) -> Array:
     """The tokens of all batch entries, contiguous: [B, n * page, M, D], 0 for page numbers that are not in the pool.
 

@@ -17,7 +17,8 @@ describe_kernels.py has the choice as text.
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     mma_decode_kernel(..)    the same on mma.sync of a card, chosen by the same rules
     many_in_pages(plan)      whether keys lie in pages and the forward kernel runs, because the queries are many
-    reads_pages(plan)        whether it then reads the pages in place; else their keys are gathered
+    reads_pages(plan, card)  whether it then reads the pages in place; else their keys are gathered
+    widens_pools(..)         whether a quantised pool becomes one of 16 bits first, so that its pages are read in place
     forward_blocks(plan)     the mask blocks that the forward kernel visits, where they are not the mask's own
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
@@ -171,16 +172,30 @@ def many_in_pages(plan: KernelPlan) -> bool:
     return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_tiles.ROWS
 
 
-def reads_pages(plan: KernelPlan) -> bool:
-    """Whether the forward kernel for Hopper runs a plan with keys in pages and reads the pages in place (forward_pages.py). Callers ask
-    it only where the kernels for Hopper run (`mma_card` is None); those on mma.sync never read pages in place.
+def reads_pages(plan: KernelPlan, card: Card | None) -> bool:
+    """Whether the forward kernel runs a plan with keys in pages and reads the pages in place (forward_pages.py).
+
+    card   that of `mma_card`; None: the kernel for Hopper runs
 
     False for plans without pages or with few queries, which the decode kernel runs (`many_in_pages`). Also False if keys have 8 bits
-    or are float32, if pages are no multiple of 8 keys, which TMA needs, and if two CTAs share the columns of the head dims: the keys
-    are then gathered before the forward kernel starts.
+    or are float32, if pages are no multiple of 8 keys, which the copies need, and on Hopper if two CTAs share the columns of the head
+    dims: the keys are then gathered before the forward kernel starts.
     """
-    plain = plan.cache_dtype is None and parts_of(plan) == 1 and ctas_of(plan) == 1
+    plain = plan.cache_dtype is None and parts_of(plan) == 1 and (card is not None or ctas_of(plan) == 1)
     return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0
+
+
+def widens_pools(plan: KernelPlan, stored_pages: int, card: Card | None) -> bool:
+    """Whether the quantised pools of a plan are multiplied by their scales as a whole, so that the forward kernel reads their pages in
+    place; otherwise it gets the keys of all pages of the table gathered.
+
+    stored_pages   how many pages the pool has
+    card           that of `mma_card`; None: the kernel for Hopper runs
+
+    True where the pool has fewer pages than the table has places: less is written then. The bits of the results are the same.
+    """
+    fewer = stored_pages * plan.page < plan.batch * plan.kv_len
+    return plan.cache_dtype is not None and fewer and reads_pages(dataclasses.replace(plan, cache_dtype=None), card)
 
 
 def decode_is_faster(plan: KernelPlan) -> bool:

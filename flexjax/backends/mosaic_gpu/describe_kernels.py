@@ -39,7 +39,11 @@ def describe(plan: KernelPlan, backward: KernelPlan, given: KernelPlan, target: 
     if given.page:
         if not choose_kernel.many_in_pages(given):
             return forward
-        return f"keys {'read in' if choose_kernel.reads_pages(given) and card is None else 'gathered from'} their pages, {forward}"
+        if choose_kernel.reads_pages(given, card):
+            return f"keys read in their pages, {forward}"
+        # the plan does not have the size of the pool
+        widened = choose_kernel.widens_pools(given, 0, card)
+        return f"keys gathered from their pages{', or pools widened' if widened else ''}, {forward}"
     if card is not None:
         tiles = sm100_support.backward_kernel(backward)
         if tiles is not None:

@@ -1,7 +1,7 @@
-"""Keys and values in pages for the forward kernel: what the kernel gets beside the two pools, and how its producer copies a tile.
+"""Keys and values in pages for the forward kernels: what a kernel gets beside the two pools, and how it copies a tile.
 
-A key tile is copied in parts, each from one page, and all parts arrive at the barrier of one slot. The page table gives the page of
-each part:
+A key tile is copied in parts, each from one page. With TMA all parts arrive at the barrier of one slot; with cp.async they are one group
+of copies. The page table gives the page of each part:
 
     the part begins at or past the last key   zeros: its page need not exist
     its page number is not in the pool        zeros
@@ -9,7 +9,8 @@ each part:
     otherwise                                 from the pool
 
 The copy of the last page is needed because weights of 0 times NaN are NaN, and what a page holds past the last key may be NaN. It is one
-page for each batch entry. Scores of such keys are hidden by a select, so keys need no copy.
+page for each batch entry. Scores of such keys are hidden by a select, so keys need no copy. cp.async itself writes zeros past the last
+key, so there is no such copy with it.
 
 Pools of float32 or 8 bits, and head dims whose columns two CTAs share, are not read in place: `choose_kernel.reads_pages`.
 """
@@ -25,6 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, pad, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.sm80_cards import Copying
+from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 
@@ -33,23 +36,28 @@ class KeyPages(typing.NamedTuple, typing.Generic[Part]):
 
     number   int32 [B, n]: the pages of each batch entry
     end      int32 [B]: how many keys each batch entry has
-    values   [B, page, M, E]: the values of the page of the last key of each batch entry, 0 past it
+    values   [B, page, M, E]: the values of the page of the last key of each batch entry, 0 past it; None for a kernel that copies by
+             cp.async
     """
 
     number: Part
     end: Part
-    values: Part
+    values: Part | None
 
 
-def key_pages(plan: KernelPlan, operands: Operands) -> KeyPages[jax.Array]:
+def key_pages(plan: KernelPlan, operands: Operands, copying: Copying = "tma") -> KeyPages[jax.Array]:
     """The arrays of KeyPages, made by XLA before the kernel, of a call with keys in pages and with key lengths; AssertionError without
     either. `values` are 0 for a batch entry without keys, or whose last page is not in the pool.
+
+    copying   how the kernel's tiles come to shared memory
     """
     pages, lengths = operands.pages, operands.lengths
     assert pages is not None
     assert lengths is not None
     assert lengths.key is not None
     end, page = lengths.key, plan.page
+    if copying == "cp.async":
+        return KeyPages(pages, end, None)
     column = jnp.maximum(end - 1, 0) // page
     last = jnp.take_along_axis(pages, column[:, None], 1)[:, 0]
     inside = (last >= 0) & (last < operands.value.shape[0])
@@ -59,12 +67,22 @@ def key_pages(plan: KernelPlan, operands: Operands) -> KeyPages[jax.Array]:
     return KeyPages(pages, end, values)
 
 
-def pool_operand(pool: jax.Array, dim: int, interpret: bool) -> jax.Array:
-    """A pool as the kernel reads it: its head dim padded with zeros to `dim`; in the simulator, which does not fill in zeros past the
-    end of an array, with one more page of zeros.
+def pools_for(
+    operands: Operands, pages: KeyPages[jax.Array], dims: tuple[int, int], interpret: bool
+) -> tuple[jax.Array, jax.Array, KeyPages[jax.Array]]:
+    """The pool of keys, the pool of values and `pages` as a kernel reads them: head dims padded with zeros; in the simulator, which does
+    not fill in zeros past the end of an array, the pools have one more page of zeros.
+
+    operands    of the call, whose keys and values are the pools
+    dims        head dims of keys and of values in the kernel
+    interpret   whether the kernel runs in the simulator
     """
-    pool = pad(pool, "BTNH", pool.shape[1], dim)
-    return jnp.pad(pool, ((0, 1), (0, 0), (0, 0), (0, 0))) if interpret else pool
+    more = ((0, 1 if interpret else 0), (0, 0), (0, 0), (0, 0))
+    pools = zip((operands.key, operands.value), dims, strict=True)
+    key, value = (jnp.pad(pad(pool, "BTNH", pool.shape[1], dim), more) for pool, dim in pools)
+    if pages.values is not None:
+        pages = pages._replace(values=pad(pages.values, "BTNH", pages.values.shape[1], dims[1]))
+    return key, value, pages
 
 
 class PagedTile(typing.NamedTuple):
@@ -85,29 +103,66 @@ class PagedTile(typing.NamedTuple):
     start: Scalar
 
     def copy(self, pages: KeyPages[Ref], source: Ref, last_page: Ref | None, target: Ref, full: Ref) -> None:
-        """Starts the copies of the tile into a free slot, one for each part, and does not wait for them. The top of this file says which
-        part comes from where.
+        """Starts the copies of the tile by TMA into a free slot, one for each part, and does not wait for them. The top of this file says
+        which part comes from where.
 
         pages       the arrays of KeyPages, of which page numbers and lengths are read
-        source      the pool of keys or of values, in global memory, as `pool_operand` made it
+        source      the pool of keys or of values, in global memory, as `pools_for` made it
         last_page   `KeyPages.values` for values; None for keys
         target      [keys of a tile, D or E], the slot
         full        barrier of the slot, at which each copy arrives
         """
-        b, h, end, columns = self.b, self.h, pages.end[self.b], pages.number.shape[1]
-        last = lax.div(end - i32(1), i32(self.page))
+        last = lax.div(pages.end[self.b] - i32(1), i32(self.page))
         for n in range(target.shape[0] // self.page_rows):
-            key = self.start + i32(n * self.page_rows)
-            column, row = lax.div(key, i32(self.page)), lax.rem(key, i32(self.page))
-            number = pages.number[b, lax.min(column, i32(columns - 1))]
-            read = (key < end) & (number >= 0) & (number < self.stored)
-            # A page past the end of the array is read for the others, where TMA gives zeros.
-            number = lax.select(read, number, i32(self.stored))
+            place = self._place(pages, n)
+            # A page past the end of the array is read for pages that do not count, where TMA gives zeros.
+            number = lax.select(place.read, place.number, i32(self.stored))
             part = target.at[pl.ds(n * self.page_rows, self.page_rows)]
-            copied = rows_of(source, "BTNH", number, h, row, self.page_rows)
+            copied = rows_of(source, "BTNH", number, self.h, place.row, self.page_rows)
             if last_page is None:
                 plgpu.copy_gmem_to_smem(copied, part, full)
                 continue
-            in_last = rows_of(last_page, "BTNH", b, h, row, self.page_rows)
-            when(column == last)(lambda part=part, rows=in_last: plgpu.copy_gmem_to_smem(rows, part, full))
-            when(column != last)(lambda part=part, rows=copied: plgpu.copy_gmem_to_smem(rows, part, full))
+            in_last = rows_of(last_page, "BTNH", self.b, self.h, place.row, self.page_rows)
+            when(place.column == last)(lambda part=part, rows=in_last: plgpu.copy_gmem_to_smem(rows, part, full))
+            when(place.column != last)(lambda part=part, rows=copied: plgpu.copy_gmem_to_smem(rows, part, full))
+
+    def copy_by_threads(self, pages: KeyPages[Ref], source: Ref, target: Ref, copies: Copies) -> None:
+        """Starts the copies of the tile by cp.async into a free slot, and does not wait for them: they belong to the group that the caller
+        ends. Keys past the last one, and those of pages that are not in the pool, become zeros and are not read.
+
+        pages    the arrays of KeyPages, of which page numbers and lengths are read
+        source   the pool of keys or of values, in global memory, as `pools_for` made it
+        target   [keys of a tile, D or E], the slot
+        copies   of a CTA of one warpgroup, the one that calls: it copies the whole tile
+        """
+        for n in range(target.shape[0] // self.page_rows):
+            place = self._place(pages, n)
+            number = lax.select(place.read, place.number, i32(0))
+            exist = lax.select(place.read, pages.end[self.b] - place.key, i32(0))
+            rows = rows_of(source, "BTNH", number, self.h, place.row, self.page_rows)
+            copies.start(rows, target.at[pl.ds(n * self.page_rows, self.page_rows)], None, exist)
+
+    def _place(self, pages: KeyPages[Ref], n: int) -> "_Place":
+        """Where part number n of the tile lies."""
+        key = self.start + i32(n * self.page_rows)
+        column, row = lax.div(key, i32(self.page)), lax.rem(key, i32(self.page))
+        number = pages.number[self.b, lax.min(column, i32(pages.number.shape[1] - 1))]
+        read = (key < pages.end[self.b]) & (number >= 0) & (number < self.stored)
+        return _Place(key, column, row, number, read)
+
+
+class _Place(typing.NamedTuple):
+    """Where a part of a key tile lies, int32 scalars and one bool scalar.
+
+    key      number of its first key in the batch entry
+    column   of the page table
+    row      of its first key in the page
+    number   of the page, what the page table has
+    read     whether the first key exists and the page is in the pool
+    """
+
+    key: Scalar
+    column: Scalar
+    row: Scalar
+    number: Scalar
+    read: Scalar

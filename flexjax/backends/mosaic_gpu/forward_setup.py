@@ -69,6 +69,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
     staged         the load of the score program that goes through shared memory; None: none does
     reference      static softmax reference (static_reference.py); None: the running maximum
     large_scores   scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py)
+    stored_pages   how many pages the pool has, where the kernel reads keys in pages; otherwise 0
     """
 
     plan: KernelPlan
@@ -77,6 +78,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
     staged: ir.Load | None
     reference: float | None
     large_scores: bool
+    stored_pages: int = 0
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -140,12 +142,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
 @dataclasses.dataclass(frozen=True)
 class HopperSetup(ForwardSetup[ForwardTile]):
-    """The static part of the forward kernel for Hopper, whose warpgroups have roles.
-
-    stored_pages   how many pages the pool has, where keys are in pages; else 0
-    """
-
-    stored_pages: int = 0
+    """The static part of the forward kernel for Hopper, whose warpgroups have roles."""
 
     @property
     def slots(self) -> SlotBarriers:

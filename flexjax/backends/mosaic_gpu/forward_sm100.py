@@ -7,6 +7,8 @@ forward_sm100_tiles.py's matter, and the order of CTAs tile_scheduler.py's.
 In the simulator (`interpret`) lengths are padded to whole tiles, because it does not fill in zeros past the end of an array.
 """
 
+import dataclasses
+
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,6 +18,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
+from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm100_issue import IssuingWarps
 from flexjax.backends.mosaic_gpu.forward_sm100_rows import SoftmaxRows
@@ -27,18 +30,24 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 Setup = ForwardSetup[Tcgen05ForwardTile]
 
 
-def forward(plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile) -> Results:
+def forward(
+    plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile, pages: KeyPages[jax.Array] | None = None
+) -> Results:
     """Runs the forward kernel: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None),
     in the plan's layout.
 
-    tile   one of `forward_candidates(plan)`, whose head dim includes the extra features
+    tile    one of `forward_candidates(plan)`, whose head dim includes the extra features
+    pages   of a plan with keys in pages, which the kernel reads in place; None for contiguous keys
 
     `support.refuses` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and row maxima are
     [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
     """
     plan, operands = join_extra(plan, operands)
     setup = Setup(plan, tile, plan.options.interpret, None, static_reference(plan), may_be_large(plan.score))
-    inputs = _inputs(setup, operands)
+    if pages is not None:
+        tile = tile.in_pages(plan.page)
+        setup = dataclasses.replace(setup, tile=tile, stored_pages=operands.key.shape[0])
+    inputs = _inputs(setup, operands, pages)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Tcgen05ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, one of a query tile or, as the last of them, the issuing one."""
@@ -72,13 +81,18 @@ def forward(plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile) -> R
     return forward_arrays.results_from(plan, outputs)
 
 
-def _inputs(setup: Setup, operands: Operands) -> Inputs[jax.Array]:
+def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them: head dims padded with zeros, lengths to TMA_ROWS, in the simulator to
     whole tiles.
+
+    pages   of keys in pages, whose pool takes the place of key and value; None for contiguous keys
     """
     layout, tile = setup.plan.layout, setup.tile
     q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS)
     query = pad(operands.query, layout, q_length, tile.head_dim)
-    key = pad(operands.key, layout, kv_length, tile.head_dim)
-    value = pad(operands.value, layout, kv_length, tile.value_dim)
-    return forward_arrays.inputs_of(setup, operands, query, key, value)
+    if pages is None:
+        key = pad(operands.key, layout, kv_length, tile.head_dim)
+        value = pad(operands.value, layout, kv_length, tile.value_dim)
+    else:
+        key, value, pages = pools_for(operands, pages, (tile.head_dim, tile.value_dim), setup.interpret)
+    return forward_arrays.inputs_of(setup, operands, query, key, value)._replace(pages=pages)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.branch import one_warp, when
+from flexjax.backends.mosaic_gpu.forward_pages import PagedTile
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs
 from flexjax.backends.mosaic_gpu.forward_sm100_tiles import COPIED_ROWS, Tcgen05ForwardScratch, Tcgen05ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, overlaid, rows_of, slot_of
@@ -116,8 +117,8 @@ class IssuingWarps:
         def step(n: Scalar, _: None) -> None:
             """Begins the copies of the keys and values of step n, each once its slot is free; the loop carries nothing."""
             slot = slot_of(first_step + n, self.setup.tile.stages)
-            self._copy_tile(item, n, slot, self.inputs.key, scratch.key, scratch.key_full, scratch.key_free)
-            self._copy_tile(item, n, slot, self.inputs.value, scratch.value, scratch.value_full, scratch.value_free)
+            self._copy_tile(item, n, slot, "key")
+            self._copy_tile(item, n, slot, "value")
 
         lax.fori_loop(i32(0), item.total, step, None)
 
@@ -133,16 +134,24 @@ class IssuingWarps:
                 target = self.scratch.query.at[pl.ds(group * tile.rows + lane, COPIED_ROWS)]
                 plgpu.copy_gmem_to_smem(source, target, self.scratch.query_full.at[group])
 
-    def _copy_tile(self, item: WorkItem, n: Scalar, slot: Scalar, source: Ref, ring: Ref, full: Ref, free: Ref) -> None:
+    def _copy_tile(self, item: WorkItem, n: Scalar, slot: Scalar, name: str) -> None:
         """Begins to copy the keys or values of step n of the item to `slot`, once the slot is free.
 
-        source             the array in global memory
-        ring, full, free   the slots in shared memory and their barriers
+        name   of the ring: "key" or "value"
         """
-        plan, tile = self.setup.plan, self.setup.tile
+        plan, tile, inputs, scratch = self.setup.plan, self.setup.tile, self.inputs, self.scratch
+        source, ring, full, free = {
+            "key": (inputs.key, scratch.key, scratch.key_full, scratch.key_free),
+            "value": (inputs.value, scratch.value, scratch.value_full, scratch.value_free),
+        }[name]
         head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
         start = self.setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
         plgpu.barrier_wait(free.at[slot])
+        if inputs.pages is not None:
+            paged = PagedTile(plan.page, tile.page_rows, self.setup.stored_pages, item.b, head, start)
+            last_page = inputs.pages.values if name == "value" else None
+            paged.copy(inputs.pages, source, last_page, ring.at[slot], full.at[slot])
+            return
         plgpu.copy_gmem_to_smem(
             rows_of(source, plan.layout, item.b, head, start, tile.block_kv), ring.at[slot], full.at[slot]
         )

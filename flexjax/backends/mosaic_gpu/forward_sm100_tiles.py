@@ -10,6 +10,7 @@ column of the output, so above value head dim 128 there is one query tile. NOTES
 """
 
 import dataclasses
+import math
 import typing
 
 from flexjax.backends.mosaic_gpu.shared_memory import (
@@ -50,6 +51,7 @@ class Tcgen05ForwardTile:
     persistent             a CTA computes several work items (tile_scheduler.py), and copies and multiplies for the next one while the
                            results of one are written
     programs               CTAs of the grid where `persistent`
+    page_rows              keys that one copy brings where keys are in pages: what a page and a tile both divide into; 0: no pages
     """
 
     groups: int
@@ -62,6 +64,7 @@ class Tcgen05ForwardTile:
     polynomials: int = 0
     persistent: bool = False
     programs: int = 1
+    page_rows: int = 0
 
     rows = TMEM_LANES
     dynamic_scheduler = False
@@ -75,6 +78,15 @@ class Tcgen05ForwardTile:
     def block_q(self) -> int:
         """Queries of a CTA."""
         return self.groups * self.rows
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one slot of keys or of values: one, or for keys in pages one for each `page_rows` keys."""
+        return self.block_kv // self.page_rows if self.page_rows else 1
+
+    def in_pages(self, page: int) -> "Tcgen05ForwardTile":
+        """The configuration for keys in pages of `page` tokens."""
+        return dataclasses.replace(self, page_rows=math.gcd(page, self.block_kv))
 
     @property
     def fits(self) -> bool:
@@ -93,7 +105,7 @@ class Tcgen05ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     out                  tensor memory: [groups, 128, E] float32, the sum of P V
     query_full           [groups] TMA: the queries of a tile have arrived, COPIED_ROWS rows at each arrival
     query_free           tcgen05.commit: the products of a work item have completed; None where a CTA has one work item
-    key_full, value_full      [stages] TMA: a slot is full
+    key_full, value_full      [stages] TMA: a slot is full, after `copies` arrivals
     key_free, value_free      [stages] tcgen05.commit: the products that read a slot have completed
     scores_full          [groups] tcgen05.commit: S of a step is there, and P V of the step before
     weights_full         [groups] the warpgroup: P of a step is there, and the output is rescaled
@@ -122,7 +134,8 @@ def forward_scratch(tile: Tcgen05ForwardTile, dtype: str = "bfloat16") -> Tcgen0
     dtype   of queries, keys and values, two bytes
     """
     groups, keys, stages = tile.groups, tile.block_kv, tile.stages
-    by_tma, by_tcgen05, of_groups = Barriers(stages), Barriers(stages, tcgen05=True), Barriers(groups, tcgen05=True)
+    by_tma = Barriers(stages, arrivals=tile.copies)
+    by_tcgen05, of_groups = Barriers(stages, tcgen05=True), Barriers(groups, tcgen05=True)
     return Tcgen05ForwardScratch(
         query=SwizzledTiles((tile.block_q, tile.head_dim), dtype),
         key=SwizzledTiles((stages, keys, tile.head_dim), dtype),

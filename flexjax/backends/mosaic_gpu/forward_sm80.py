@@ -7,11 +7,14 @@ In the simulator (`interpret`) plain dots stand in for the products, and lengths
 zeros past the end of an array.
 """
 
+import dataclasses
+
 import jax
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
 from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
+from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm80_rows import MmaRows
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import MmaForwardScratch, MmaForwardTile, forward_scratch
@@ -22,18 +25,24 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 Setup = ForwardSetup[MmaForwardTile]
 
 
-def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Results:
+def forward(
+    plan: KernelPlan, operands: Operands, tile: MmaForwardTile, pages: KeyPages[jax.Array] | None = None
+) -> Results:
     """Runs the forward kernel: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None),
     in the plan's layout.
 
-    tile   one of `forward_candidates`, whose head dim includes the extra features
+    tile    one of `forward_candidates`, whose head dim includes the extra features
+    pages   of a plan with keys in pages, which the kernel reads in place; None for contiguous keys
 
     `support.refuses` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and row maxima are
     [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
     """
     plan, operands = join_extra(plan, operands)
     setup = Setup(plan, tile, plan.options.interpret, None, static_reference(plan), may_be_large(plan.score))
-    inputs = _inputs(setup, operands)
+    if pages is not None:
+        tile = tile.in_pages(plan.page)
+        setup = dataclasses.replace(setup, tile=tile, stored_pages=operands.key.shape[0])
+    inputs = _inputs(setup, operands, pages)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: MmaForwardScratch[Ref]) -> None:
         """The forward kernel, in each warpgroup of a CTA: computes its rows of the CTA's work item from `inputs`, and writes them to
@@ -54,20 +63,21 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
     return forward_arrays.results_from(plan, outputs)
 
 
-def _inputs(setup: Setup, operands: Operands) -> Inputs[jax.Array]:
+def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them (`forward_arrays.inputs_of`).
 
     operands   of the call, with extra features joined to the head dim
+    pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
     Head dims are padded with zeros. Lengths are padded to TMA_ROWS where TMA copies, in the simulator to whole tiles;
     cp.async reads arrays of any length.
     """
     tile, layout = setup.tile, setup.plan.layout
     q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS if tile.copying == "tma" else 1)
-    return forward_arrays.inputs_of(
-        setup,
-        operands,
-        pad(operands.query, layout, q_length, tile.head_dim),
-        pad(operands.key, layout, kv_length, tile.head_dim),
-        pad(operands.value, layout, kv_length, tile.value_dim),
-    )
+    if pages is None:
+        key = pad(operands.key, layout, kv_length, tile.head_dim)
+        value = pad(operands.value, layout, kv_length, tile.value_dim)
+    else:
+        key, value, pages = pools_for(operands, pages, (tile.head_dim, tile.value_dim), setup.interpret)
+    query = pad(operands.query, layout, q_length, tile.head_dim)
+    return forward_arrays.inputs_of(setup, operands, query, key, value)._replace(pages=pages)

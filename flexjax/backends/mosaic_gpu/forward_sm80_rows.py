@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import registers
 from flexjax.backends.mosaic_gpu.branch import cond, when
+from flexjax.backends.mosaic_gpu.forward_pages import PagedTile
 from flexjax.backends.mosaic_gpu.forward_rows import Phase, Position, QueryRows, programs_at_rows
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import MmaForwardScratch, MmaForwardTile
@@ -188,12 +189,39 @@ class MmaRows(QueryRows[MmaForwardTile]):
             """Begins the copy of the tile of step n, which the item has, to its slot of the ring."""
             slot = slot_of(n, tile.stages)
             head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
+            if self.inputs.pages is not None:
+                last_page = self.inputs.pages.values if ring == "value" else None
+                paged = PagedTile(plan.page, tile.page_rows, self.setup.stored_pages, item.b, head, start)
+                self._copy_pages(paged, source, last_page, target.at[slot], None if full is None else full.at[slot])
+                return
             rows = rows_of(source, plan.layout, item.b, head, start, tile.block_kv)
             exist = plan.kv_len - start if self.setup.keys_may_overhang else None
             self.copies.start(rows, target.at[slot], None if full is None else full.at[slot], exist)
 
         when(n < item.total)(begin)
         self.copies.commit()
+
+    def _copy_pages(
+        self, paged: PagedTile, source: Ref, last_page: Ref | None, target: Ref, arrived: Ref | None
+    ) -> None:
+        """Begins to copy this warpgroup's share of the rows of a tile of keys in pages to its slot, and does not end a group.
+
+        paged       where the whole tile lies
+        source      the pool of keys or of values
+        last_page   `KeyPages.values` for values that TMA copies; otherwise None
+        target      [block_kv, D or E], the slot
+        arrived     barrier of the slot, at which each copy arrives; None with cp.async
+        """
+        tile, pages = self.setup.tile, self.inputs.pages
+        assert pages is not None
+        if tile.groups > 1:
+            share = tile.block_kv // tile.groups
+            first = self.copies.group * share
+            paged, target = paged._replace(start=paged.start + first), target.at[pl.ds(first, share)]
+        if arrived is None:
+            paged.copy_by_threads(pages, source, target, dataclasses.replace(self.copies, groups=1))
+        else:
+            paged.copy(pages, source, last_page, target, arrived)
 
     # ----------------------------------------------------------------- results
 

@@ -10,6 +10,7 @@ reasons. Nothing here imports Mosaic.
 """
 
 import dataclasses
+import math
 import typing
 
 from flexjax.backends.mosaic_gpu.shared_memory import Part, SwizzledTiles, round_up, scratch_bytes
@@ -30,6 +31,8 @@ class MmaForwardTile:
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     reverse_kv             key tiles that need no mask are visited from the last to the first
     polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions (exponential.py)
+    page_rows              keys that one copy brings where keys are in pages: what a page and a warpgroup's share of a tile both
+                           divide into; 0: no pages
     """
 
     groups: int
@@ -42,6 +45,7 @@ class MmaForwardTile:
     lazy_rescale: bool = True
     reverse_kv: bool = False
     polynomials: int = 0
+    page_rows: int = 0
 
     persistent = False
     dynamic_scheduler = False
@@ -52,6 +56,17 @@ class MmaForwardTile:
     def block_q(self) -> int:
         """Queries of a CTA's tile."""
         return self.groups * self.rows
+
+    @property
+    def copies(self) -> int:
+        """Copies of all warpgroups that fill one slot of keys or of values: one of each warpgroup, or for keys in pages one for each
+        `page_rows` keys.
+        """
+        return self.block_kv // self.page_rows if self.page_rows else self.groups
+
+    def in_pages(self, page: int) -> "MmaForwardTile":
+        """The configuration for keys in pages of `page` tokens."""
+        return dataclasses.replace(self, page_rows=math.gcd(page, self.block_kv // self.groups))
 
     @property
     def threads(self) -> int:
@@ -94,8 +109,8 @@ def forward_scratch(tile: MmaForwardTile, dtype: str = "bfloat16", interpret: bo
         key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
         value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
         query_full=ring_barriers(copying, 1, groups),
-        key_full=ring_barriers(copying, tile.stages, groups),
-        value_full=ring_barriers(copying, tile.stages, groups),
+        key_full=ring_barriers(copying, tile.stages, tile.copies),
+        value_full=ring_barriers(copying, tile.stages, tile.copies),
         meeting=meeting_barrier(groups, interpret),
     )
 

@@ -23,7 +23,7 @@ from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
-from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pool_operand
+from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
 from flexjax.backends.mosaic_gpu.forward_setup import HopperSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch, ForwardTile, forward_scratch
@@ -101,9 +101,7 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     if pages is None:
         key, value = padded(operands.key, kv_length, key_dim), padded(operands.value, kv_length, value_dim)
     else:
-        key = pool_operand(operands.key, key_dim, setup.interpret)
-        value = pool_operand(operands.value, value_dim, setup.interpret)
-        pages = pages._replace(values=pad(pages.values, "BTNH", plan.page, value_dim))
+        key, value, pages = pools_for(operands, pages, (key_dim, value_dim), setup.interpret)
     inputs = forward_arrays.inputs_of(setup, operands, padded(operands.query, q_length, key_dim), key, value)
     if setup.interpret and setup.staged is not None:
         whole = setup.staged.capture

@@ -68,15 +68,15 @@ CARDS = {
 """Compute capability -> card."""
 
 
-def ring_barriers(copying: Copying, slots: int, groups: int) -> Barriers | None:
+def ring_barriers(copying: Copying, slots: int, copies: int) -> Barriers | None:
     """The barriers at which the tiles of a ring with so many slots arrive, one for each slot; None with cp.async, which
     needs none.
 
     copying   how tiles come to shared memory
     slots     of the ring
-    groups    warpgroups of the CTA, each of which copies its share of a tile and so arrives once
+    copies    that fill a slot, each of which arrives once: one of each warpgroup of the CTA, which copies its share of a tile, or several
     """
-    return Barriers(slots, arrivals=groups) if copying == "tma" else None
+    return Barriers(slots, arrivals=copies) if copying == "tma" else None
 
 
 def meeting_barrier(groups: int, interpret: bool) -> Barriers | None:

@@ -317,9 +317,10 @@ class MosaicGpu:
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where choose_kernel.py takes that one, for few queries; for a plan that `refuses`
         does not refuse: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None). Queries that do
-        not exist get out 0 and lse -inf. For the forward kernel keys in pages are gathered first, unless it reads them in place. On
-        Hopper only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no result
-        depends on it; the tile follows from the plan. The tile of the kernel on mma.sync also follows from the compute capability.
+        not exist get out 0 and lse -inf. For the forward kernel keys in pages are gathered first, unless it reads them in place;
+        quantised pools may be widened for that (`choose_kernel.widens_pools`). On Hopper only the number of CTAs follows from the target
+        (REFERENCE_SMS where its number of cores is not known), and no result depends on it; the tile follows from the plan. The tile of
+        the kernel on mma.sync also follows from the compute capability.
         """
         card = choose_kernel.mma_card(target, plan.options)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
@@ -337,13 +338,15 @@ class MosaicGpu:
 
                 split = dataclasses.replace(split, programs=programs * split.resident_ctas(card))
                 return decode_sm80.forward(plan, operands, split)
+        if choose_kernel.widens_pools(plan, operands.key.shape[0], card):
+            plan, operands = pages.widened(plan, operands)
         given = plan, operands
-        in_pages = card is None and choose_kernel.reads_pages(plan)
+        in_pages = choose_kernel.reads_pages(plan, card)
         key_pages = None
         if in_pages:
             from flexjax.backends.mosaic_gpu import forward_pages
 
-            key_pages = forward_pages.key_pages(plan, operands)
+            key_pages = forward_pages.key_pages(plan, operands, "tma" if card is None else card.copying)
         plan, operands = _for_kernels(plan, plan.on_host(operands), in_pages)
         if card is None:
             from flexjax.backends.mosaic_gpu import forward_sm90
@@ -354,11 +357,11 @@ class MosaicGpu:
             from flexjax.backends.mosaic_gpu import forward_sm100
 
             large = dataclasses.replace(forward_sm100_tiles.forward_tile(plan), programs=programs)
-            results = forward_sm100.forward(plan, operands, large)
+            results = forward_sm100.forward(plan, operands, large, key_pages)
         else:
             from flexjax.backends.mosaic_gpu import forward_sm80
 
-            results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card))
+            results = forward_sm80.forward(plan, operands, forward_sm80_tiles.forward_tile(plan, card), key_pages)
         if given[1].lengths is None:
             return results
         # out is 0 in rows of queries that do not exist, because the mask hides all of them; lse may be that of a sink

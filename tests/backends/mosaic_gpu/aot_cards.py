@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
 CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients; "workload " and one of the gpu suite of
-the benchmarks, both passes at full size; "pairs " and one of PAIRED, the same with pairs of CTAs; or "decode " and a case of test_decode.py;
-all by default. A line for each call on each card, ok,
+the benchmarks, both passes at full size; "pairs " and one of PAIRED, the same with pairs of CTAs; "decode " and a case of test_decode.py;
+or "prefill " and one of PREFILLED, a chunk of a prefill over keys in pages; all by default. A line for each call on each card, ok,
 refused or FAIL, and below it one for each kernel that multiplies: registers, bytes spilled, bytes of shared memory, columns of tensor
 memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
 a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 import flexjax
+from flexjax import paged
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu import kernel_parts
 from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes, tmem_columns
@@ -34,13 +35,16 @@ from tests.cases.on_hopper import forward_problem
 from tools.device import time_mma_backward
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1", "XLA_FLAGS": ""}
-DECODE = "decode "
+DECODE, PREFILL = "decode ", "prefill "
+PREFILLED = {f"page {page}, head dim {dim}": (page, dim) for page in (8, 16, 64) for dim in (64, 128, 192)}
+"""Tokens of a page, and head dim."""
 WORKLOAD, PAIRS = "workload ", "pairs "
 PAIRED = ("full d128", "causal d128", "causal grouped d128", "12 documents d128", "ALiBi causal d128")
 """Workloads whose dK/dV kernel gets pairs of CTAs on tcgen05."""
 TABLE = [
     *aot.TABLE,
     *(DECODE + name for name in test_decode.compiled()),
+    *(PREFILL + name for name in PREFILLED),
     *(WORKLOAD + problem.name for problem in SUITES["gpu"]),
     *(PAIRS + name for name in PAIRED),
 ]
@@ -74,9 +78,12 @@ def sampled(card: str) -> list[str]:
 
 
 def compile_entry(card: str, entry: str) -> None:
-    """Compiles a call or a workload with its gradients, or a case of the decode kernel."""
+    """Compiles a call or a workload with its gradients, a case of the decode kernel, or a chunk of a prefill."""
     if entry.startswith(DECODE):
         compile_decode(card, entry.removeprefix(DECODE))
+        return
+    if entry.startswith(PREFILL):
+        compile_prefill(card, *PREFILLED[entry.removeprefix(PREFILL)])
         return
     if entry.startswith((WORKLOAD, PAIRS)):
         pairs = entry.startswith(PAIRS)
@@ -108,6 +115,21 @@ def compile_decode(card: str, name: str) -> None:
     device = targets.of_device(compile_card.topology(card).devices[0], "cuda")
     with targets.as_seen_by_pallas(device):
         compile_card.compile_for(card, lambda operands: decode_sm80.forward(plan, operands, tile), operands)
+
+
+def compile_prefill(card: str, page: int, dim: int) -> None:
+    """Compiles 256 queries of each of 16 requests over a pool of 2^17 tokens, and asserts that the program copies neither the pool nor the
+    2^16 tokens of each request that the table has columns for.
+    """
+    requests, heads, kv_heads, pool = 16, 32, 8, 2**17
+    cache = jax.eval_shape(lambda: paged.empty(pool // page, page, kv_heads, dim, dtype="bfloat16"))
+    table = jax.eval_shape(lambda: paged.table(requests, 2**16 // page, pool // page, page))
+    query = jax.ShapeDtypeStruct((requests, 256, heads, dim), "bfloat16")
+    options = flexjax.KernelOptions(instruction=INSTRUCTION[card])
+    attend = lambda *given: flexjax.paged_attention(*given, implementation="mosaic_gpu", kernel_options=options)
+    memory = compile_card.compile_for(card, attend, query, cache, table).memory_analysis()
+    most = 0.1 * 2 * cache.key.size * cache.key.dtype.itemsize
+    assert memory.temp_size_in_bytes < most, memory
 
 
 def compile_workload(card: str, name: str, pairs: bool) -> None:
@@ -218,7 +240,7 @@ def judged(card: str, line: str, said: str) -> str:
     there = {*found, *re.findall(r"shared memory of (\w+):", said)}
     if f"flexjax_forward_{INSTRUCTION[card]}" not in there and DECODES not in there:
         wrong.append("no forward kernel")
-    if not line.startswith(f"ok {DECODE}"):
+    if not line.startswith((f"ok {DECODE}", f"ok {PREFILL}")):
         wrong += [] if {BACKWARD[0], TCGEN05[1]} & there else ["no dQ kernel"]
         wrong += [] if {BACKWARD[1], TCGEN05[2]} & there or set(BACKWARD[2:]) <= there else ["no dK/dV kernel"]
     line = f"{line} on {card}"

@@ -79,9 +79,9 @@ def topology(card: str) -> typing.Any:
     return topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
 
 
-def compile_for(card: str, function: typing.Callable, *args: typing.Any) -> None:
-    """Compiles for one GPU at the shapes of `args`."""
+def compile_for(card: str, function: typing.Callable, *args: typing.Any) -> typing.Any:
+    """The function compiled for one GPU at the shapes of `args`."""
     mesh = topologies.make_mesh(topo=topology(card), mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    jax.jit(function).lower(*args).compile()
+    return jax.jit(function).lower(*args).compile()

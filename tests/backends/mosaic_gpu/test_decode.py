@@ -156,8 +156,8 @@ def test_keys_in_pages(name: str) -> None:
 def test_the_forward_kernel_reads_pages_in_place(fields: dict[str, typing.Any], in_place: bool) -> None:
     """Whatever the batch and the number of pages are."""
     made = small(**{"q_len": 17, "options": NONE, "page": 16, "lengths": (False, True), **fields})
-    assert choose_kernel.reads_pages(made) == in_place
-    assert choose_kernel.reads_pages(dataclasses.replace(made, batch=9, kv_len=4096)) == in_place
+    assert choose_kernel.reads_pages(made, None) == in_place
+    assert choose_kernel.reads_pages(dataclasses.replace(made, batch=9, kv_len=4096), None) == in_place
 
 
 def test_in_words() -> None:
@@ -167,7 +167,7 @@ def test_in_words() -> None:
     assert text == "keys read in their pages, forward 64 x 128"
     many = small(q_len=40, page=16, lengths=(False, True), cache_dtype="int8")
     text = support.BACKEND.tile_sizes(many, typing.cast(typing.Any, None))
-    assert text == "keys gathered from their pages, forward 64 x 128"
+    assert text == "keys gathered from their pages, or pools widened, forward 64 x 128"
     text = support.BACKEND.tile_sizes(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward 64 x 128 (not the decode kernel: It takes no extra features.)"
 

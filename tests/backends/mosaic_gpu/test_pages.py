@@ -16,7 +16,7 @@ from tests.cases.small import quick_jit
 from tests.marks import some_slow
 from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, M, N, biased, definition, draw, served
 
-INSTRUCTION: typing.Literal["mma"] | None = None
+INSTRUCTION: typing.Literal["mma", "tcgen05"] | None = None
 """What all calls ask for; `tools/device/check_pages.py --instruction mma` sets it."""
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
 
@@ -183,28 +183,38 @@ def check_many_queries(interpret: bool) -> None:
         assert_near(got, want)
         found.append([np.asarray(x[seeds.index(0)], np.float32) for x in jax.tree.leaves(got)])
     jax.tree.map(np.testing.assert_array_equal, *found)
-    table, _ = paged.allocate(paged.table(1, 6, 8, 8), np.asarray([45], np.int32))
-    cache = paged.empty(8, 8, M, D, dtype="int8")
-    cache, table = quick_jit(paged.append)(cache, table, draw(0, 1, 45, M, D), draw(1, 1, 45, M, D))
-    assert_near(attend(q[:1], cache, table), definition(q[:1].astype("float32"), cache, table, **run))
+    quantised = []
+    for columns, pool in ((6, 8), (12, 8)):  # gathered; a pool smaller than the table, widened
+        table, _ = paged.allocate(paged.table(1, columns, pool, 8), np.asarray([45], np.int32))
+        cache = paged.empty(pool, 8, M, D, dtype="int8")
+        cache, table = quick_jit(paged.append)(cache, table, draw(0, 1, 45, M, D), draw(1, 1, 45, M, D))
+        got = attend(q[:1], cache, table)
+        assert_near(got, definition(q[:1].astype("float32"), cache, table, **run))
+        quantised.append(got)
+    jax.tree.map(np.testing.assert_array_equal, *quantised)
 
 
-def check_prefill_in_pages(page: int, hole: float, interpret: bool) -> None:
+def check_prefill_in_pages(page: int, hole: float, dim: int, interpret: bool) -> None:
     """Many queries over pages that lie in any order. What free pages, slots past the lengths and hidden pages that are no page's hold does
     not matter; lengths end in the middle and at the end of a page and of a tile of 128 keys.
+
+    dim   head dim; that of the values stays
     """
     lengths = [131, 0, 128, 2 * page]
     cache, table = served(lengths, page, hole=hole)
-    cache = bf16(cache)
+    wider = jnp.where(jnp.isnan(cache.key[..., :1]), jnp.nan, 0).repeat(dim - D, -1)
+    cache = bf16(dataclasses.replace(cache, key=jnp.concatenate([cache.key, wider], -1)))
     recent = lambda b, h, q, kv: (q >= kv) & ((b != 0) | (kv >= page))  # hides the first page of request 0
     evicted = dataclasses.replace(table, pages=table.pages.at[0, 0].set(2**31 - 1))
-    call = dict(mask_mod=recent, score_mod=biased(draw(8, N, 30)), return_aux=ALL)
-    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, **call, **on_gpu(interpret)))
-    q = draw(100, len(lengths), 40, N, D).astype("bfloat16")
+    given = dict(mask_mod=recent, score_mod=biased(draw(8, N, 30)), return_aux=ALL)
+    call = given | on_gpu(interpret)
+    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, **call))
+    q = draw(100, len(lengths), 40, N, dim).astype("bfloat16")
     plan = prepare_paged(q, cache, evicted, None, {})[0].call.plan
-    assert choose_kernel.reads_pages(plan)
+    plan = dataclasses.replace(plan, options=call["kernel_options"])
+    assert choose_kernel.reads_pages(plan, choose_kernel.mma_card(None, plan.options))
     wide = jax.tree.map(lambda x: x.astype("float32"), cache)
-    assert_near(attend(q, cache, evicted), definition(q.astype("float32"), wide, table, **call))
+    assert_near(attend(q, cache, evicted), definition(q.astype("float32"), wide, table, **given))
 
 
 def check_many_ragged(interpret: bool) -> None:
@@ -242,13 +252,29 @@ def test_many_queries() -> None:
     check_many_ragged(interpret=True)
 
 
-PREFILL = [(8, np.nan), (24, np.inf), (64, 1e30), (128, np.nan)]
+PREFILL = [(8, np.nan, D), (24, np.inf, D), (64, 1e30, D), (128, np.nan, D), (24, np.nan, 192)]
 
 
 @needs_kernels
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered in matmul:RuntimeWarning"
 )  # the simulator multiplies what is hidden
-@pytest.mark.parametrize(("page", "hole"), some_slow(PREFILL, PREFILL[:0]))
-def test_prefill_in_pages(page: int, hole: float) -> None:
-    check_prefill_in_pages(page, hole, interpret=True)
+@pytest.mark.parametrize(("page", "hole", "dim"), some_slow(PREFILL, PREFILL[:0]))
+def test_prefill_in_pages(page: int, hole: float, dim: int) -> None:
+    check_prefill_in_pages(page, hole, dim, interpret=True)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@pytest.mark.parametrize("copied", ["8.0", "9.0", "tcgen05"])  # by cp.async; by TMA; by TMA for tcgen05
+@pytest.mark.parametrize(("page", "hole", "dim"), PREFILL)
+def test_prefill_in_pages_on_other_cards(
+    page: int, hole: float, dim: int, copied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At head dim 192 with two warpgroups on mma.sync, each of which copies the parts of half a tile."""
+    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+
+    monkeypatch.setitem(globals(), "INSTRUCTION", "mma" if copied in CARDS else "tcgen05")
+    monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS.get(copied, CARDS["9.0"]), capability="9.0"))
+    check_prefill_in_pages(page, hole, dim, interpret=True)
