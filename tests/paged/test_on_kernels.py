@@ -1,5 +1,5 @@
 """What holds for any step of serving, on the GPU kernels in the simulator and on the TPU kernel in the interpreter: the properties of
-test_properties.py, with keys that are split.
+test_properties.py, with keys that are split. `tools/device/check_pages.py` runs the tests of GPU kernels on a GPU.
 """
 
 import dataclasses
@@ -16,6 +16,9 @@ from tests.backends.mosaic_tpu.test_pages import HOLE, D, M, N, definition, draw
 from tests.cases.small import quick_jit
 
 GPU, TPU = "mosaic_gpu", "mosaic_tpu"
+INTERPRET: bool = True
+INSTRUCTION: typing.Literal["mma"] | None = None
+"""Whether GPU kernels run in the simulator, and the family that they are of; `tools/device/check_pages.py` sets both."""
 PAGE, CHUNK = 8, 128
 """Tokens of a page, and keys that a work item of the GPU kernel sums here, so that short prompts are split."""
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
@@ -42,12 +45,14 @@ def dtype_of(backend: str) -> str:
 def run(backend: str, query: jax.Array, cache: typing.Any, table: typing.Any, **call: typing.Any) -> np.ndarray:
     """out of paged_attention on a backend, in float32, with keys split or in tiles of 64."""
     few = query.ndim == 3 or query.shape[1] * N // M <= 64
-    split = dict(split=CHUNK if few else None) if backend == GPU else dict(block_kv=64)
-    options = KernelOptions(interpret=True, **split)
+    options = KernelOptions(interpret=True, block_kv=64)
+    if backend == GPU:
+        options = KernelOptions(interpret=INTERPRET, instruction=INSTRUCTION, split=CHUNK if few else None)
     attend = lambda q, cache, table: flexjax.paged_attention(
         q, cache, table, implementation=typing.cast(typing.Any, backend), kernel_options=options, **call
     )
-    attend = attend if backend == GPU else quick_jit(attend)  # callbacks of the simulator run in order
+    simulated = backend == GPU and INTERPRET
+    attend = attend if simulated else quick_jit(attend)  # callbacks of the simulator run in order
     return np.asarray(attend(query.astype(dtype_of(backend)), cache, table), np.float32)
 
 

@@ -1,7 +1,7 @@
 """paged_attention on a GPU against its definition: `PYTHONPATH=. python3 tools/device/check_pages.py`.
 
-Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py, which run in the simulator there. About half a
-minute on an H200.
+Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py and the tests of tests/paged/test_on_kernels.py that count no
+copies, all of which run in the simulator there. The former take about half a minute on an H200; the latter have not been timed.
 
     --instruction mma    the kernels on mma.sync
     --card 8.0           with it, the tiles and the way of copying of another compute capability
@@ -9,12 +9,14 @@ minute on an H200.
 
 import argparse
 import dataclasses
+import functools
 import sys
 import traceback
 import typing
 
 from flexjax.backends.mosaic_gpu import sm80_cards
 from tests.backends.mosaic_gpu import test_pages
+from tests.paged import test_on_kernels
 
 
 def main() -> int:
@@ -40,16 +42,32 @@ def main() -> int:
         )
     }
     checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
-    checks |= {f"prefill in pages of {row[0]}": (test_pages.check_prefill_in_pages, *row) for row in test_pages.PREFILL}
+    prefill = test_pages.check_prefill_in_pages
+    checks |= {
+        f"prefill in pages of {page}, head dim {dim}": (prefill, page, hole, dim)
+        for page, hole, dim in test_pages.PREFILL
+    }
+    runs = {name: functools.partial(check, *arguments, interpret=False) for name, (check, *arguments) in checks.items()}
+    test_on_kernels.INTERPRET, test_on_kernels.INSTRUCTION = False, args.instruction
+    gpu = test_on_kernels.GPU
+    runs["a prompt in any cut"] = lambda: test_on_kernels.test_a_prompt_in_any_cut(gpu)
+    runs["hidden places"] = lambda: test_on_kernels.test_what_lies_in_hidden_places_does_not_matter(gpu)
+    runs["a shared prefix"] = lambda: test_on_kernels.test_a_shared_prefix(gpu)
+    for n in (3, 32, 33):
+        at_the_ends = test_on_kernels.test_lengths_at_the_ends_of_pages_and_chunks
+        runs[f"lengths at ends of pages and chunks, {n} queries"] = functools.partial(at_the_ends, gpu, n)
+    for n in (1, 5):
+        bits = test_on_kernels.test_bits_of_a_request_whose_keys_are_split
+        runs[f"bits of a request whose keys are split, {n} queries"] = functools.partial(bits, gpu, n)
     failed = 0
-    for name, (check, *arguments) in checks.items():
+    for name, check in runs.items():
         try:
-            check(*arguments, interpret=False)
+            check()
             print(f"{name}: right", flush=True)
         except Exception:  # the others are still worth checking
             failed += 1
             print(f"{name}: WRONG\n{traceback.format_exc()}", flush=True)
-    print(f"{len(checks) - failed} of {len(checks)} right")
+    print(f"{len(runs) - failed} of {len(runs)} right")
     return int(failed > 0)
 
 
