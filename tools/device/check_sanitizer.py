@@ -37,6 +37,8 @@ ONE_KERNEL = (
     "one_kernel", "one_kernel_causal", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order",
 )  # fmt: skip
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
+PAGED = ("pages", "ragged_pages", "tree_in_pages", "int8_pages", "prefill_in_pages")
+"""Keys in pages, checks of tests/backends/mosaic_gpu/test_pages.py."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
 OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
 """Without these racecheck says nothing of the planted race: it drops what its analysis does not rank."""
@@ -50,7 +52,7 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 def run_cases(names: list[str]) -> None:
     """Runs these cases in this process and prints for each a line `ran NAME`, or `refused NAME: why`.
 
-    names   of tests/cases/calls.py, or of ONE_KERNEL
+    names   of tests/cases/calls.py, of ONE_KERNEL or of PAGED
     """
     import jax
 
@@ -61,6 +63,8 @@ def run_cases(names: list[str]) -> None:
         try:
             if name in ONE_KERNEL:
                 jax.block_until_ready(one_kernel(name))
+            elif name in PAGED:
+                paged_call(name)
             else:
                 problem = BoundCase(CASES[name], "bfloat16", "mosaic_gpu")
                 step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
@@ -68,6 +72,23 @@ def run_cases(names: list[str]) -> None:
             print(f"ran {name}", flush=True)
         except NotImplementedError as refusal:
             print(f"refused {name}: {refusal}", flush=True)
+
+
+def paged_call(name: str) -> None:
+    """Runs a call over pages and compares its result with the definition, which raises AssertionError.
+
+    name   of PAGED
+    """
+    from tests.backends.mosaic_gpu import test_pages
+
+    calls = {
+        "pages": lambda: test_pages.check_case("bias_by_request", interpret=False),
+        "ragged_pages": lambda: test_pages.check_ragged(interpret=False),
+        "tree_in_pages": lambda: test_pages.check_tree(interpret=False),
+        "int8_pages": lambda: test_pages.check_quantised(*test_pages.QUANTISED[0], interpret=False),
+        "prefill_in_pages": lambda: test_pages.check_prefill_in_pages(*test_pages.PREFILL[1], interpret=False),
+    }
+    calls[name]()
 
 
 def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
@@ -236,7 +257,7 @@ def main() -> int:
     if args.plant:
         run_planted(args.plant)
         return 0
-    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL]
+    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL, *PAGED]
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
     jobs = [(tool, what) for tool in args.tools.split(",") for what in work(tool, shares)]
     until = time.monotonic() + args.seconds
