@@ -184,10 +184,13 @@ class Lowering:
 
         The equation becomes part of the caller's trace where an operand is a tracer, and where it has an inner jaxpr and its types vary
         over mesh axes of shard_map; a nested function (jit, remat) whose types vary so is translated by its body. Everything else is
-        computed at once, literals among them, because the derivative of a mod is kept and shared by all traces.
+        computed at once, outside of shard_map also what has literals alone, because the derivative of a mod is kept and shared by all
+        traces.
         """
-        known = lambda lit, shape: as_operand(np.full(shape, lit.value, jnp.dtype(lit.dtype)))
-        values = [known(a.item(), a.shape) if is_atoms(a) else a for a in args]
+        # inside shard_map the equation may ask for a sharding that exists only there
+        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        full = jnp.full if inside else lambda *given: as_operand(np.full(*given))
+        values = [full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
         typed = any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if typed and eqn.primitive.name in INLINED:
