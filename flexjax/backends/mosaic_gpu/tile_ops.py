@@ -386,6 +386,8 @@ def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
     if name.startswith("shift_"):
         if name == "shift_right_logical" and operand in ("int8", "int16"):
             first = first & np.int32((1 << NARROW_BITS[operand]) - 1)
+        if name == "shift_right_arithmetic" and operand in ("uint8", "uint16"):
+            first = _wrap(first, operand[1:])  # jax copies the top bit of unsigned integers, too
         bits = step.inputs[1]
         return _wrap(_shift(name, first, args[1], isinstance(bits, ir.Lit) and 0 <= bits.value < 32), dtype)
     if name == "clz":

@@ -40,3 +40,17 @@ def test_a_shift_by_a_number_past_the_width_is_no_shift_of_the_device(bits: int,
     shifted = lambda x: tile_ops.apply(step, [x, jnp.full_like(x, bits)], False)
     assert ("select_n" in str(jax.make_jaxpr(shifted)(jnp.arange(8)))) == compared
     np.testing.assert_array_equal(shifted(jnp.arange(8)), lax.shift_left(jnp.arange(8), bits))
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int8"])
+def test_arithmetic_shifts_copy_the_top_bit_of_narrow_integers(dtype: str, bits: int) -> None:
+    amount = jnp.asarray(bits, dtype)
+    mod = lambda s, b, h, q, k: s + lax.shift_right_arithmetic(q.astype(dtype), amount).astype(jnp.float32)
+    found = [x for x in trace_score_mod(mod, (1, 1, 8, 8)).program.steps if getattr(x, "prim", "").startswith("shift_")]
+    ends = np.iinfo(dtype)
+    x = np.array([ends.min, 0, 100, ends.max // 2 + 1, ends.max], dtype)
+    got = jnp.asarray(x, jnp.int32)
+    for step in found:
+        got = tile_ops.apply(step, [got, jnp.full_like(got, bits)], False)
+    np.testing.assert_array_equal(got, lax.shift_right_arithmetic(jnp.asarray(x), jnp.full(x.shape, bits, dtype)))
