@@ -338,7 +338,7 @@ RULES: dict[str, Rule] = {
     "reduce_prod": _reduction("mul", lambda d: 1),
     "reduce_max": _reduction("max", lambda d: -math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).min),
     "reduce_min": _reduction("min", lambda d: math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).max),
-    "reduce_and": _reduction("and", lambda d: True),
+    "reduce_and": _reduction("and", lambda d: (~np.zeros((), d)).item()),
     "reduce_or": _reduction("or", lambda d: False),
     "reduce_xor": _reduction("xor", lambda d: False),
     "argmax": _arg_reduction("gt"),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.program import Op
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
@@ -79,3 +80,11 @@ def test_small_arrays_of_literals_beside_captured_ones(shape: tuple[int, ...]) -
     traced = trace_mask_mod(lambda b, h, q, k: ((q.reshape(shape) >= 0) & flags).ravel()[0], SIZES)
     assert [s for s in traced.program.steps if isinstance(s, Op)] == []
     assert bool(traced.arrays[0].all())
+
+
+@pytest.mark.parametrize(("dtype", "ones"), [("bool", True), ("int32", -1), ("uint8", 255)])
+def test_bits_of_no_elements_are_all_set(dtype: str, ones: int) -> None:
+    none = jnp.zeros((0,), dtype)
+    mod = lambda b, h, q, k: lax.reduce_and(none & q.astype(dtype), axes=(0,)) == jnp.asarray(ones, dtype)
+    traced = trace_mask_mod(mod, SIZES)
+    assert bool(as_mask_mod(traced.program, traced.arrays)(0, 0, 0, 0)) == bool(mod(0, 0, jnp.int32(0), 0)) is True
