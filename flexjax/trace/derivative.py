@@ -194,4 +194,7 @@ def _no_whole_array(capture: int) -> jax.Array:
     """Raises ModError: evaluate_scalars asks for the whole captured array number `capture`, whose dtype is an integer or bool one here,
     because derivative_program has refused the others with a better message.
     """
-    raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")
+    raise ModError(
+        "`score_mod` reads a whole array inside a loop that could not be unrolled, which has no derivative here; "
+        "index the array outside the loop or use a loop of fixed length of at most 64."
+    )

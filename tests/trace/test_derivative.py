@@ -240,6 +240,17 @@ def test_no_derivative_of_a_rule_on_a_whole_array() -> None:
     np.testing.assert_allclose(got, 2 * TABLE[4])
 
 
+def test_no_derivative_of_an_integer_array_read_in_a_loop() -> None:
+    words = jnp.arange(100)
+    steps = lambda q: lax.while_loop(lambda c: c < q, lambda c: c + words[c % 100] + 1, 0)
+    traced = trace_score_mod(lambda s, b, h, q, k: s + steps(q), SIZES)
+    assert traced.derivative is None
+    assert traced.why_not == (
+        "`score_mod` reads a whole array inside a loop that could not be unrolled, which has no derivative here; "
+        "index the array outside the loop or use a loop of fixed length of at most 64."
+    )
+
+
 def test_no_derivative_of_an_array_read_in_a_loop() -> None:
     long = lambda s, b, h, q, k: lax.fori_loop(0, 200, lambda i, x: x + TABLE[(i + q) % 40], s)
     traced = trace_score_mod(long, SIZES)
