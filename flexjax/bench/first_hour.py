@@ -119,10 +119,13 @@ class Run(typing.NamedTuple):
 
 def families(found: Answer) -> list[Answer]:
     """The ways to ask for GPU kernels that this card takes: those dicts in found["facts"]["families"] (first_hour_tasks.families) whose
-    "verdict" is "ok". Of several whose "kernels" is the same text only the first of them is returned. [] where the task failed.
+    "verdict" is "ok", in their order. Of several whose "kernels" is the same text only the first of them is returned. [] where the task failed.
     """
     taken = [f for f in found["facts"].get("families", []) if f["verdict"] == "ok"]
-    return list({f["kernels"]: f for f in reversed(taken)}.values())[::-1]
+    first: dict[str, Answer] = {}
+    for family in taken:
+        first.setdefault(family["kernels"], family)
+    return list(first.values())
 
 
 def peer_name(options: dict[str, typing.Any]) -> str:

@@ -211,6 +211,9 @@ def test_kernels_that_are_the_same_run_once():
     kept = first_hour.families(dict(facts=dict(families=asked)))
     assert [f["options"] for f in kept] == [{}, dict(instruction="tcgen05")]
     assert first_hour.families(dict(facts=dict(failed="RuntimeError: no driver"))) == []
+    again = [*asked[:1], asked[2], asked[1]]
+    kept = first_hour.families(dict(facts=dict(families=again)))
+    assert [f["options"] for f in kept] == [{}, dict(instruction="tcgen05")]
 
 
 def test_every_way_to_ask_for_kernels_is_tried():
