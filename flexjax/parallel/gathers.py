@@ -102,12 +102,13 @@ def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], sp
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes as text: three significant digits with GB, MB or kB (powers of 1000), such as "1.5 GB", or below 1000 all digits
-    with B. What rounds to 1000 or more of its unit is written as "2e+03 GB".
+    """A number of bytes as text: three significant digits with TB, GB, MB or kB (powers of 1000), such as "1.5 GB", or below 1000 all
+    digits with B. What rounds to 1000 of a unit has the next one; from 999.5 TB on all digits of the TB are written.
     """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if 10_000 * size >= 9_995 * factor:
+            number = size / factor
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
     return f"{size} B"
 
 
