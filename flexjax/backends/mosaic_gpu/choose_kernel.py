@@ -357,8 +357,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
     plan   one that support.py does not refuse
 
-    Pairs come by falling queries, then falling keys, but the tile of the fused kernel first where that kernel is the
-    default choice. Whether a pair fits shared memory is not checked.
+    Pairs come by falling queries, then falling keys, but those that give the default kernels first. Whether a pair fits shared memory is not checked.
     """
     options, blocks = plan.options, plan.blocks
     fits = lambda n, block: block is None or block % n == 0
@@ -370,4 +369,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     chosen = backward_kernels(plan)
     if isinstance(chosen, FusedKernel):
         pairs.sort(key=lambda pair: pair != (chosen.tiles.queries, FUSED_KEYS))
+    else:
+        asked = lambda q, kv: dataclasses.replace(options, block_q_bwd=q, block_kv_bwd=kv)
+        pairs.sort(key=lambda pair: backward_kernels(dataclasses.replace(plan, options=asked(*pair))) != chosen)
     return tuple(pairs)

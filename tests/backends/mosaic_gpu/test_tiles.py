@@ -375,6 +375,14 @@ def test_candidates(options: dict[str, typing.Any]) -> None:
             assert backward_of(asked) == backward_of(made)
 
 
+@pytest.mark.parametrize("dim", [160, 256])
+def test_the_first_backward_candidate_of_wide_float32_heads_is_the_default(dim: int) -> None:
+    made = dataclasses.replace(plan(dim), dtype="float32")
+    block_q, block_kv = choose_kernel.backward_candidates(made)[0]
+    asked = dataclasses.replace(made.options, block_q_bwd=block_q, block_kv_bwd=block_kv)
+    assert backward_of(dataclasses.replace(made, options=asked)) == backward_of(made)
+
+
 def test_the_door_says_it() -> None:
     if jax.__version_info__ < (0, 11):
         pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12")
