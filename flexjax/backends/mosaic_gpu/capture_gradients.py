@@ -385,7 +385,14 @@ def _largest_total(
         keep = max(abs(low), abs(high))
     if not slope * keep <= LARGEST_SLOPE:
         return None
-    length = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+    def length(x: jax.Array) -> jax.Array:
+        """The Euclidean lengths along the last axis in float32, whose squares neither overflow nor underflow."""
+        x = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+        parts = x / jnp.where(largest > 0, largest, 1.0)
+        return largest[..., 0] * jnp.sqrt(jnp.sum(jnp.square(parts), axis=-1))
+
     time = 1 if plan.layout == "BTNH" else 2
     parts = parts_of(plan)
     d_out = length(join(tokens.d_out, parts)).sum(time)

@@ -241,6 +241,10 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
     (expected,) = made.expected.score_captures
     assert expected is not None
     assert float(jnp.abs(expected).sum()) <= float(total) <= 1e4 * float(jnp.abs(expected).sum())
+    small = given._replace(d_out=jax.tree.map(lambda x: x * 2.0**-80, given.d_out), stats=given.stats * 2.0**-80)
+    less = capture_gradients._largest_total(made.plan, small, made.given.derivative, 0)
+    assert less is not None
+    np.testing.assert_allclose(float(less) * 2.0**80, float(total), rtol=1e-4)
 
 
 # ------------------------------------------------------------------- refusals
