@@ -287,7 +287,8 @@ def _ascending(num: Array, index: Array) -> Array:
     keys = np.where(beyond, np.iinfo(np.int32).max, numbers)
     if (keys[..., 1:] >= keys[..., :-1]).all():
         return index
-    return jnp.asarray(np.take_along_axis(numbers, np.argsort(keys, axis=-1, kind="stable"), axis=-1))
+    with jax.ensure_compile_time_eval():  # known under jit, too
+        return jnp.asarray(np.take_along_axis(numbers, np.argsort(keys, axis=-1, kind="stable"), axis=-1))
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:

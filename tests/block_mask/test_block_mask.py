@@ -219,6 +219,11 @@ def test_numbers_need_no_order(traced: bool) -> None:
     num, index = array([[[3, 2]]]), array([[[[2, 0, 1, 0], [3, 1, 0, 2]]]])
     make = lambda n, i: BlockMask.from_kv_blocks(n * 0, i, n, i, block_size=16, q_len=32, kv_len=64)
     mask = (jax.jit(make) if traced else make)(num, index)
+    known: list[bool] = []
+    zeros, sizes = num * 0, dict(block_size=16, q_len=32, kv_len=64)
+    here = lambda: BlockMask.from_kv_blocks(zeros, index, num, index, **sizes)
+    jax.jit(lambda: known.append(isinstance(here().full_kv_indices, jax.core.Tracer)))()
+    assert known == [False]
     for row, count, want in zip(np.asarray(mask.full_kv_indices)[0, 0], (3, 2), ([0, 1, 2], [1, 3]), strict=True):
         assert row[:count].tolist() == want
     q, k, v = (jax.random.normal(jax.random.key(n), (1, length, 1, 8)) for n, length in enumerate((32, 64, 64)))
