@@ -1,16 +1,19 @@
 """paged_attention on a GPU against its definition: `PYTHONPATH=. python3 tools/device/check_pages.py`.
 
 Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py and the tests of tests/paged/test_on_kernels.py that count no
-copies, all of which run in the simulator there. The former take about half a minute on an H200; the latter have not been timed.
+copies, all of which run in the simulator there. Each line ends with the seconds of its check.
 
     --instruction mma    the kernels on mma.sync
     --card 8.0           with it, the tiles and the way of copying of another compute capability
+    --only TEXT          the checks whose names match one of these shell patterns, separated by commas
 """
 
 import argparse
 import dataclasses
+import fnmatch
 import functools
 import sys
+import time
 import traceback
 import typing
 
@@ -24,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instruction", choices=["mma"])
     parser.add_argument("--card")
+    parser.add_argument("--only", default="*")
     args = parser.parse_args()
     if args.card and args.instruction != "mma":
         parser.error("--card goes with --instruction mma")
@@ -59,11 +63,13 @@ def main() -> int:
     for n in (1, 5):
         bits = test_on_kernels.test_bits_of_a_request_whose_keys_are_split
         runs[f"bits of a request whose keys are split, {n} queries"] = functools.partial(bits, gpu, n)
+    runs = {name: run for name, run in runs.items() if any(fnmatch.fnmatch(name, p) for p in args.only.split(","))}
     failed = 0
     for name, check in runs.items():
+        began = time.monotonic()
         try:
             check()
-            print(f"{name}: right", flush=True)
+            print(f"{name}: right ({time.monotonic() - began:.0f} s)", flush=True)
         except Exception:  # the others are still worth checking
             failed += 1
             print(f"{name}: WRONG\n{traceback.format_exc()}", flush=True)
