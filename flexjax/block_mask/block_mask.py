@@ -256,17 +256,20 @@ class BlockMask(Parts):
         return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: the repr, with a picture of the first (b, h) below it unless the mask is a stack or its lists are traced or
-        empty.
+        """HTML for notebooks: the repr, with a picture of the first (b, h) below it unless the mask is a stack, its lists are traced or
+        empty, or its leaves are no arrays.
         """
-        if self.kv_num_blocks.ndim != 3:
+        if getattr(self.kv_num_blocks, "ndim", None) != 3:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
         """Such as "BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.5%)"; "traced" in place of the sparsity if the
-        lists have no values yet, and "stack=(4,), " before the shape for a stack of 4 masks.
+        lists have no values yet, and "stack=(4,), " before the shape for a stack of 4 masks. The names and values of the leaves instead
+        if they are no arrays, as in the in_axes of jax.vmap or in what jax.tree.map made.
         """
+        if not hasattr(self.kv_num_blocks, "shape"):
+            return f"BlockMask({', '.join(f'{f}={getattr(self, f)!r}' for f in ARRAY_FIELDS)})"
         b, h, q, kv = self.shape
         stack = self.kv_num_blocks.shape[:-3]
         head = (

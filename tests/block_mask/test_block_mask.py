@@ -439,6 +439,9 @@ def test_notebook_and_repr(block_mask: BlockMask) -> None:
     assert html.startswith("<code>BlockMask(shape=(2, 3, 70, 90), block_size=(16, 32), sparsity=")
     seen = []
     jax.jit(lambda m: (seen.extend([repr(m), m._repr_html_()]), m.to_dense())[1])(block_mask)
+    leaves = jax.tree.map(lambda x: 0, block_mask)
+    assert repr(leaves).startswith("BlockMask(kv_num_blocks=0, kv_indices=0, ")
+    assert leaves._repr_html_() == f"<pre>{leaves!r}</pre>"
     assert seen[0] == "BlockMask(shape=(2, 3, 70, 90), block_size=(16, 32), traced)"
     assert seen[1] == f"<code>{seen[0]}</code>"
 
