@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.build import from_traced, trace_placed_mask
+from flexjax.block_mask.build import from_traced, in_range, trace_placed_mask
 from flexjax.call_arguments import Arguments
 from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_lengths, check_options
 from flexjax.dropout import dropout_program
@@ -331,7 +331,9 @@ def _known_lists(mask: BlockMask) -> KnownLists | None:
     """The lists of the block mask as numpy arrays on the host, for BlockLayout.known; None if they are not known on the host, if the mask
     has several batch entries or heads, or if it has more than MOST_BLOCKS blocks.
     """
-    if mask.on_host is None or mask.kv_num_blocks.shape[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
+    if mask.on_host is None or not mask.as_made:
+        return None
+    if mask.kv_num_blocks.shape[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
         return None
     num, index, full_num, full_index = mask.on_host
     pairs = ((num, index), (full_num, full_index))
@@ -339,7 +341,17 @@ def _known_lists(mask: BlockMask) -> KnownLists | None:
     return KnownLists(arrays, fixed=not mask.captures and mask.origin is None and not mask.from_user_lists)
 
 
+_sorted = jax.jit(in_range, static_argnums=2)  # one dispatch in an eager call
+
+
 def _lists(mask: BlockMask) -> BlockLists:
-    """The block lists for the operands, by query block: partial, then full blocks; None for lists of width 0."""
-    pairs = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    """The block lists for the operands, by query block: partial, then full blocks, ascending; None for lists of width 0.
+
+    Lists of a mask whose fields a user set are sorted in the program, because their order is the user's. Numbers that name no block are
+    left out of them.
+    """
+    num, index, full_num, full_index = mask.lists
+    pairs = ((num, index), (full_num, full_index))
+    if not mask.as_made:
+        pairs = tuple(_sorted(*pair, mask.blocks[1]) if pair[1].shape[-1] else pair for pair in pairs)
     return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))

@@ -281,26 +281,29 @@ class BlockMask(Parts):
 
 
 def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
-    """(array fields, static fields) of a block mask, in the order of ARRAY_FIELDS and STATIC_FIELDS, for the pytree registry. on_host is
-    in neither.
+    """(array fields, static data) of a block mask for the pytree registry: ARRAY_FIELDS; the values of STATIC_FIELDS, then `as_made`.
+    on_host is in neither.
     """
-    return tuple(getattr(mask, f) for f in ARRAY_FIELDS), tuple(getattr(mask, f) for f in STATIC_FIELDS)
+    return tuple(getattr(mask, f) for f in ARRAY_FIELDS), (*(getattr(mask, f) for f in STATIC_FIELDS), mask.as_made)
 
 
 def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
-    """Makes the block mask of its static and array fields, in the order of STATIC_FIELDS and ARRAY_FIELDS; the inverse of `_flatten`, but
-    on_host is None.
+    """Makes the block mask of its static data and array fields, as `_flatten` has them; the inverse of `_flatten`, but on_host is None. A
+    mask whose lists were as they were made counts as made of the new arrays, so that a mask that crosses jit as an argument is not
+    sorted in every call.
 
     Checks nothing, because jax puts placeholders in the leaves.
     """
     mask = object.__new__(BlockMask)
-    for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, static, strict=True)):
+    *fields, as_made = static
+    for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, fields, strict=True)):
         object.__setattr__(mask, name, value)
+    object.__setattr__(mask, "made", mask.lists if as_made else None)
     return mask
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
-    """(pairs (key that names the field, value) of the array fields, static fields), in the order of ARRAY_FIELDS and STATIC_FIELDS."""
+    """(pairs (key that names the field, value) of the array fields, static data), as `_flatten` has them."""
     keys = tuple((jax.tree_util.GetAttrKey(f), getattr(mask, f)) for f in ARRAY_FIELDS)
     return keys, _flatten(mask)[1]
 

@@ -208,8 +208,8 @@ def from_lists(
     kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
     columns = blocks_along(kv_len, block_kv)
     if any(isinstance(x, Tracer) for x in (num, index, full_num, full_index)):
-        num, index = _in_range(num, index, columns)
-        full_num, full_index = _in_range(full_num, full_index, columns)
+        num, index = in_range(num, index, columns)
+        full_num, full_index = in_range(full_num, full_index, columns)
     else:
         _check_columns((num, index, full_num, full_index), columns)
         index, full_index = _ascending(num, index), _ascending(full_num, full_index)
@@ -262,8 +262,8 @@ def _as_int32(array: Array | np.ndarray) -> Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
-def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
-    """A pair of traced lists, sorted, without entries that name no block: those past the count, and numbers outside of
+def in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
+    """A pair of lists, sorted, without entries that name no block: those past the count, and numbers outside of
     0 .. columns - 1.
 
     num, index   how many blocks each row lists, and their numbers

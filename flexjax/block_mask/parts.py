@@ -45,6 +45,8 @@ class Parts:
                          None: they count from 0
     on_host              the four lists as numpy arrays, as build.py keeps those that are not traced; None for others, and for a mask
                          that was selected (slice.py) or rebuilt from its arrays
+    made                 the four lists as build.py or slice.py made them, with ascending numbers, or as the pytree of such a mask got
+                         them; None where it is not known that the numbers ascend
     """
 
     kv_num_blocks: Array
@@ -60,6 +62,20 @@ class Parts:
     from_user_lists: bool = False
     origin: OriginTable | None = None
     on_host: tuple[np.ndarray, ...] | None = None
+    made: tuple[Array, ...] | None = None
+
+    @property
+    def lists(self) -> tuple[Array, Array, Array, Array]:
+        """kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices, in this order."""
+        return self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
+
+    @property
+    def as_made(self) -> bool:
+        """Whether the lists are those that were made (`made`), so that their numbers ascend and `on_host`, if there, has them. False for a
+        mask made by its constructor, and where a field was replaced (dataclasses.replace). Whoever replaces arrays by jax.tree.map keeps
+        their numbers ascending.
+        """
+        return self.made is not None and all(x is y for x, y in zip(self.lists, self.made, strict=True))
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -77,16 +93,18 @@ def parts_of(
     from_user_lists: bool = False,
     origin: OriginTable | None = None,
     on_host: tuple[np.ndarray, ...] | None = None,
+    ascending: bool = True,
 ) -> Parts:
     """Makes a Parts of its fields; nothing is checked or copied.
 
-    lists     its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices, in this order
-    lengths   its q_len and kv_len
+    lists       its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices, in this order
+    ascending   whether the numbers of the lists ascend, so that the lists are its `made`; else that is None
+    lengths     its q_len and kv_len
 
     All other arguments are the fields of the same names.
     """
     num, index, full_num, full_index = lists
     return Parts(
         num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin,
-        on_host,
+        on_host, (num, index, full_num, full_index) if ascending else None,
     )  # fmt: skip

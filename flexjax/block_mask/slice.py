@@ -49,7 +49,10 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
     lengths, widths = (q_len, mask.kv_len), transpose.q_widths(lists, mask.blocks[1])
-    return parts_of(lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.from_user_lists)
+    return parts_of(
+        lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.from_user_lists,
+        ascending=mask.as_made,
+    )  # fmt: skip
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:

@@ -1,5 +1,6 @@
 """Masks in blocks that are no multiples of the kernels' tiles, in the simulator: what the door prepares."""
 
+import dataclasses
 import typing
 
 import jax
@@ -73,6 +74,16 @@ def test_lists_in_any_order_whose_last_block_overhangs() -> None:
     """The keys past the last one were counted where the last entry of a row was another block."""
     num, index = np.full((1, 1, 2), 2), np.tile([1, 0], (1, 1, 2, 1))
     mask = BlockMask.from_kv_blocks(num * 0, index, num, index, block_size=128, q_len=T, kv_len=T)
+    given: typing.Any = DEFAULTS | {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(*arrays(), **given)
+    close(jax.jit(lambda o: BACKEND.forward(call.plan, o, CPU))(call.operands).out, reference(mask, *arrays()))
+
+
+def test_rebuilt_lists_in_any_order_whose_last_block_overhangs() -> None:
+    """The same for a mask of two full blocks whose arrays a user replaced."""
+    num, index = np.full((1, 1, 2), 2), np.tile([0, 1], (1, 1, 2, 1))
+    made = BlockMask.from_kv_blocks(num * 0, index, num, index, block_size=128, q_len=T, kv_len=T)
+    mask = dataclasses.replace(made, full_kv_indices=made.full_kv_indices[..., ::-1])
     given: typing.Any = DEFAULTS | {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
     call = prepare(*arrays(), **given)
     close(jax.jit(lambda o: BACKEND.forward(call.plan, o, CPU))(call.operands).out, reference(mask, *arrays()))
