@@ -154,7 +154,8 @@ def flex_attention(
     are exact and summed in float32.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
-    are skipped and blocks of -inf from score_mod are not; one block_mask for all layers that share it; reading captured arrays
+    are skipped and blocks of -inf from score_mod are not; `(q_idx - kv_idx) % m == 0` as a conjunct of mask_mod, because the tokens of
+    each residue are then computed as heads of their own; one block_mask for all layers that share it; reading captured arrays
     at q_idx, kv_idx or q_idx - kv_idx + c, because those reads are slices and others are gathers. `flexjax.explain` says which
     backend runs a call, and `flexjax.autotune` finds its fastest tiles.
 

@@ -110,7 +110,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores and rounding. The out of a partial plan is
     the backend's `Results.float32_out`, and no rounding follows.
     """
-    results = run.backend.forward(run.plan, problem.operands(flat), run.target)
+    results = run.forward(problem.operands(flat))
     out, rounding = results.out, results.rounding
     if problem.plan.partial:  # kernels may round the out of a partial plan
         out, rounding = results.float32_out, None
@@ -208,7 +208,7 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     d_lse = cotangents[1] if has_lse else None
     derivative = problem.needed_derivative()
     given = BackwardInputs(operands, results, cotangents[0], d_lse, Wanted.of(wanted), derivative)
-    gradients = run.backend.backward(run.plan, given, run.target)
+    gradients = run.backward(given)
     found = [g for g in gradients.flat if g is not None]
     types = _backward_shapes([core.ShapedArray(x.shape, x.dtype) for x in flat], problem, wanted, has_lse)
     return [g.astype(x.dtype) for g, x in zip(found, types, strict=True)]

@@ -254,7 +254,7 @@ def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
     plan    of the call
     """
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
-    every = timed.backend.tile_candidates(plan, timed.target)
+    every = timed.backend.tile_candidates(timed.plan_for(plan), timed.target)
     found = [{n: c[n] for n in open_options if n in c} for c in every]
     return list({tuple(t.items()): t for t in found}.values())
 

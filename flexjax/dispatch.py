@@ -18,13 +18,13 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 
-from flexjax.backends.base import Backend
+from flexjax.backends.base import Backend, BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
 from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.ir.program import Program
-from flexjax.plan import tuned
-from flexjax.plan.kernel_plan import KernelPlan, Wanted
+from flexjax.plan import residues, tuned
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 
 
@@ -136,15 +136,44 @@ class Run(typing.NamedTuple):
     """The choice for a pass.
 
     backend    the one that runs it
-    plan       the plan of the call, with measured tiles in place of tile options of None, if there are any for the target
+    plan       the plan that it runs: that of the call, with measured tiles in place of tile options of None, if there are any for the
+               target; split by residues (plan/residues.py) if `whole` is not None
     target     the device that the pass is lowered for
     refusals   of the backends that were asked before, each as (name of the backend, sentence that says why)
+    whole      the plan before it was split; None: it is not split
     """
 
     backend: Backend
     plan: KernelPlan
     target: Target
     refusals: tuple[tuple[str, str], ...]
+    whole: KernelPlan | None = None
+
+    def plan_for(self, plan: KernelPlan) -> KernelPlan:
+        """The plan that would run in place of `plan`, which is that of the call but for its options."""
+        return plan if self.whole is None else residues.split_plan(plan)
+
+    def forward(self, operands: Operands) -> Results:
+        """The forward pass: the results of the call from its operands."""
+        if self.whole is None:
+            return self.backend.forward(self.plan, operands, self.target)
+        split = residues.split_operands(self.whole, operands)
+        return residues.merge_results(self.whole, self.backend.forward(self.plan, split, self.target))
+
+    def backward(self, given: BackwardInputs) -> Gradients:
+        """The backward pass: the wanted gradients of the call from what the call gives."""
+        whole = self.whole
+        if whole is None:
+            return self.backend.backward(self.plan, given, self.target)
+        split = BackwardInputs(
+            residues.split_operands(whole, given.operands),
+            residues.split_results(whole, given.results),
+            residues.split_rows(whole, given.d_out),
+            None if given.d_lse is None else residues.split_rows(whole, given.d_lse),
+            given.wanted,
+            residues.split_derivative(whole, given.derivative),
+        )
+        return residues.merge_gradients(whole, self.backend.backward(self.plan, split, self.target))
 
 
 def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target) -> Run:
@@ -158,9 +187,19 @@ def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
     for name in implementation or tuple(TABLE):
         why = _refusal(name, plan, target, named=implementation is not None)
         if why is None:
-            return Run(backend(name), with_measured_tiles(plan, name, target), target, tuple(refusals))
+            return _split(Run(backend(name), with_measured_tiles(plan, name, target), target, tuple(refusals)))
         refusals.append((name, why))
     raise _none_accepts(refusals)
+
+
+def _split(run: Run) -> Run:
+    """The run with its plan split by residues, if the plan says how and the backend accepts the split plan; else the run itself."""
+    if run.plan.residues is None or run.backend.name == REFERENCE:
+        return run
+    made = residues.split_plan(run.plan)
+    if run.backend.refuses(made, run.target) is not None:
+        return run
+    return run._replace(plan=made, whole=run.plan)
 
 
 def choose_backward(
@@ -181,11 +220,16 @@ def choose_backward(
     Raises NotImplementedError if no backend accepts the forward pass.
     """
     run = choose(plan, implementation, target)
+    if run.whole is not None:
+        split = residues.split_derivative(run.whole, derivative)
+        if run.backend.refuses_backward(run.plan, target, wanted, split) is None:
+            return run
+        run = run._replace(plan=run.whole, whole=None)
     why = run.backend.refuses_backward(run.plan, target, wanted, derivative)
     if why is None:
         return run
     refusals = (*run.refusals, (run.backend.name, why))
-    return Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals)
+    return _split(Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals))
 
 
 def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:

@@ -350,6 +350,7 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     tile_sizes = getattr(run.backend, "tile_sizes", None)
     if tile_sizes is not None:
         lines.append(f"  tiles: {tile_sizes(run.plan, target)}")
+    lines += _order(run)
     score, operands = call.score, call.operands
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])
@@ -364,8 +365,22 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
         run = dispatch.choose_backward(call.plan, implementation, target, Wanted.of((*main, *captures)), derivative)
         lines.append(f"{name} on: {run.backend.name}")
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
+        lines += _order(run)
         said |= set(run.refusals)
     return "\n".join(lines)
+
+
+def _order(run: dispatch.Run) -> list[str]:
+    """A line that says how a pass is split by residues of its tokens (plan/residues.py); [] if it is not."""
+    if run.whole is None or run.whole.residues is None:
+        return []
+    modulus, plan = run.whole.residues.modulus, run.plan
+    whole = run.whole.q_len % modulus == run.whole.kv_len % modulus == 0
+    cost = "without a copy" if plan.layout == "BTNH" and whole else "in copies of the arrays"
+    return [
+        f"  split by residues: token t is token t // {modulus} of residue t % {modulus}, {modulus} x {run.whole.q_heads} heads of "
+        f"{plan.q_len} queries and {plan.kv_len} keys, {cost}"
+    ]
 
 
 def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:

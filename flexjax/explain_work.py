@@ -19,7 +19,7 @@ from flexjax.dense import block_mask_of
 from flexjax.dispatch import Run
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.prepare import Call
-from flexjax.work import work_of
+from flexjax.work import with_lists_of, work_of
 
 READ_RATE = 4.5e12
 """Bytes a second that all SMs of an H200 read together."""
@@ -35,16 +35,17 @@ def describe_work(call: Call, run: Run) -> str:
 
     run   the backend of the forward pass, with the plan
     """
-    reads = ["  " + line for line in _describe_reads(run, call.operands)]
+    reads = ["  " + line for line in _describe_reads(run, with_lists_of(run, call.operands))]
     if call.plan.page:
         return "\n".join(["work:", *reads])
-    work = work_of(call)
+    work = work_of(call, run)
     if work is None:
         return "\n".join(["work: depends on traced block lists", *reads])
     lines = ["work:"]
     if work.has_mask:
         share = 100 * work.visited / max(work.total, 1)
-        lines.append(f"  blocks visited {work.visited} of {work.total} ({share:.1f}%)")
+        which = "" if run.whole is None else " of each residue"
+        lines.append(f"  blocks visited{which} {work.visited} of {work.total} ({share:.1f}%)")
     lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP, backward {work.backward_flops / 1e9:.4g} GFLOP")
     lines.append(f"  query, key, value and out: {work.bytes / 1e6:.4g} MB")
     return "\n".join([*lines, *reads])

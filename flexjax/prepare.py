@@ -24,12 +24,13 @@ from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
 from flexjax.ir.single_precision import in_single_precision
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Scales
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
 from flexjax.plan.pages import whole_pages
 from flexjax.plan.precision import precision_name
 from flexjax.plan.problem import Problem
+from flexjax.plan.residues import residues_of
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import ArrayOrShape, AuxRequest, Layout, MaskMod, Origin, ScoreMod
 
@@ -153,6 +154,7 @@ def prepare(
         page=0 if in_pages is None else in_pages.page,
         cache_dtype=None if in_pages is None else in_pages.cache_dtype,
         precision=precision_name(get("precision"), inputs.dtype),
+        residues=None if origin or lengths or in_pages else _residues(block_mask, score),
     )
     operands = Operands(
         query=inputs.query,
@@ -324,6 +326,21 @@ def _layout(mask: BlockMask) -> BlockLayout:
     widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
     return BlockLayout(
         batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists, known=_known_lists(mask)
+    )
+
+
+def _residues(mask: BlockMask | None, score: TracedMod | None) -> Residues | None:
+    """How the call is split by residues of its tokens (plan/residues.py); None if it is not.
+
+    mask    of the call; not split without one, and with lists of the user or traced lists, whose blocks are not counted
+    score   the traced score_mod of the call; None without one
+    """
+    if mask is None or mask.program is None or mask.from_user_lists or mask.on_host is None:
+        return None
+    num, _, full_num, _ = mask.on_host
+    visited = (num.sum() + full_num.sum()) * math.prod(mask.block_size) / max(1, math.prod(num.shape[:2]))
+    return residues_of(
+        mask.program, None if score is None else score.program, (mask.q_len, mask.kv_len), float(visited)
     )
 
 

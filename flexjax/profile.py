@@ -119,11 +119,11 @@ def profile(
         raise bad_argument("query", "traced", "concrete arrays", "Call flexjax.profile outside of jit.")
     try:
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
-        work = work_of(call)
-        if work is None:
-            raise bad_argument("block_mask", "traced", "concrete lists", "Call flexjax.profile outside of jit.")
         target = targets.of_device(min(jnp.asarray(query).devices(), key=lambda device: device.id))
         run = dispatch.choose(call.plan, dispatch.candidates(implementation), target)
+        work = work_of(call, run)
+        if work is None:
+            raise bad_argument("block_mask", "traced", "concrete lists", "Call flexjax.profile outside of jit.")
     except Exception as error:
         add_note_once(error, describe_call("profile", query, key, value, return_aux, arguments))
         raise

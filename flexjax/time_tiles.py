@@ -189,7 +189,7 @@ def time_tile(
         LOG.warning("autotune leaves out %s: %s", shown(tile), reason)
         return Trial(Timing(which, tile, None, 0, reason), None)
 
-    refusal = timed.backend.refuses(plan, timed.target)
+    refusal = timed.backend.refuses(timed.plan_for(plan), timed.target)
     if refusal is not None:
         return skip(refusal)
     try:

@@ -14,6 +14,9 @@ from jax import core
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
+from flexjax.dispatch import Run
+from flexjax.plan.kernel_plan import Operands
+from flexjax.plan.residues import known_lists
 from flexjax.prepare import Call
 
 
@@ -40,16 +43,18 @@ class Work:
         return 2.5 * self.forward_flops
 
 
-def work_of(call: Call) -> Work | None:
+def work_of(call: Call, run: Run) -> Work | None:
     """Counts the blocks, floating-point operations and bytes of a call (see Work), all batch entries and heads together.
+
+    run   the choice for the forward pass. If it is split by residues, blocks are those of one residue
 
     Operations are those of the products q . k (extra features included) and p . v over the entries of visited blocks, two for each
     multiplication. Dropout, lengths and the mods do not count.
 
     None if an array of the block mask is traced (its lists, its origin, or an array that its program captures).
     """
-    plan = call.plan
-    mask = block_mask_of(call.plan, call.operands)
+    plan = run.plan
+    mask = block_mask_of(plan, with_lists_of(run, call.operands))
     if mask is None:
         visited, total, entries = 1, 1, plan.q_len * plan.kv_len
     elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
@@ -65,6 +70,11 @@ def work_of(call: Call) -> Work | None:
     )
     moved = plan.batch * jnp.dtype(plan.dtype).itemsize * (query_side + key_side)
     return Work(visited, total, mask is not None, flops, moved)
+
+
+def with_lists_of(run: Run, operands: Operands) -> Operands:
+    """The operands of a call with the block lists that the run visits: those of one residue if it is split by residues."""
+    return operands if run.whole is None else operands._replace(lists=known_lists(run.whole))
 
 
 def _entries(mask: BlockMask) -> float:

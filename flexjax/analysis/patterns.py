@@ -1,11 +1,11 @@
 """Pattern matches on programs: recognises forms of score and mask programs for which a kernel takes a faster way.
 
-Each function looks at the steps of a program (ir/program.py) and answers yes or no. A program that matches no pattern runs the
+Each function looks at the steps of a program (ir/program.py) and says whether it has the form. A program that matches no pattern runs the
 general way with the same results.
 """
 
 from flexjax.ir.operations import DIVISIONS
-from flexjax.ir.program import SCORE, UNIFORM, Linear, Lit, Op, Program, Val, axes_of
+from flexjax.ir.program import SCORE, UNIFORM, Atom, Linear, Lit, Op, Program, Step, Val, axes_of
 from flexjax.ir.ranges import is_integer
 
 
@@ -67,3 +67,65 @@ def divides_tiles(program: Program | None) -> bool:
         and not isinstance(step.inputs[1], Lit)
         for step in program.steps
     )
+
+
+def residue_conjuncts(program: Program) -> tuple[int, tuple[Atom, ...]]:
+    """(m, the other conjuncts) of a mask program that is a conjunction of which one says that q and kv have the same residue modulo
+    the literal m, which is at least 2; (1, ()) for any other program.
+
+    That conjunct is `(q - kv) % m == 0` or `q % m == kv % m`, with the operands of each operation in either order. If several are, m is
+    the largest. A constant beside q - kv, another remainder than 0, and factors of q and kv do not match.
+    """
+    made = {out.id: step for step in program.steps for out in step.outs}
+    parts: list[Atom] = []
+    rest = list(program.results)
+    while rest:
+        atom = rest.pop()
+        step = made.get(atom.id) if isinstance(atom, Val) else None
+        if isinstance(step, Op) and step.prim == "and":
+            rest += step.inputs
+        else:
+            parts.append(atom)
+    found = [_modulus(atom, made) for atom in parts]
+    m = max(found)
+    if m < 2:
+        return 1, ()
+    return m, tuple(atom for n, atom in enumerate(parts) if n != found.index(m))
+
+
+def _modulus(atom: Atom, made: dict[int, Step]) -> int:
+    """The m of a conjunct that says that q and kv have the same residue modulo m, as `residue_conjuncts` has it; 1 for others.
+
+    made   the step of each result, by id
+    """
+    step = made.get(atom.id) if isinstance(atom, Val) else None
+    if not isinstance(step, Op) or step.prim != "eq":
+        return 1
+    sides = [_remainder(a, made) for a in step.inputs]
+    for side, other in (sides, sides[::-1]):
+        if side is None:
+            continue
+        of, m = side
+        if other is None and any(isinstance(a, Lit) and a.value == 0 for a in step.inputs):
+            return m if of in (Linear(q=1, kv=-1), Linear(q=-1, kv=1)) else 1
+        if other is not None and other[1] == m and {of, other[0]} == {Linear(q=1), Linear(kv=1)}:
+            return m
+    return 1
+
+
+def _remainder(atom: Atom, made: dict[int, Step]) -> tuple[Linear, int] | None:
+    """(linear form of x, m) of an atom that is x % m with a positive literal m; None for other atoms.
+
+    made   the step of each result, by id
+
+    The remainder of Python and that of C (`rem`) both are 0 exactly where m divides x; they are the same for q and kv, which are not
+    negative.
+    """
+    step = made.get(atom.id) if isinstance(atom, Val) else None
+    if not isinstance(step, Op) or step.prim not in ("floormod", "rem"):
+        return None
+    x, m = step.inputs
+    linear = x.linear if isinstance(x, Val) else None
+    if linear is None or not isinstance(m, Lit) or m.value < 1:
+        return None
+    return linear, m.value

@@ -1,7 +1,7 @@
 """The plan: everything static about one attention call, in the form that backends read.
 
 The room owns the plan, its operands, and what is derived from a plan before a backend is chosen. It imports block_mask/,
-trace/, ir/, types.py and errors.py; backends import it.
+trace/, analysis/, ir/, types.py and errors.py; backends import it.
 
     kernel_plan.py      KernelPlan (static, hashable), Operands (arrays), Results and Gradients
     known_lists.py      block lists whose numbers are known while a call is traced
@@ -13,5 +13,6 @@ trace/, ir/, types.py and errors.py; backends import it.
     pages.py            keys and values in pages: the size of their key blocks, and the same tokens contiguous
     pack_heads.py       the query heads of a group as rows of a tile, for calls with few queries
     join_heads.py       all heads as one, for kernels that would have to move the heads of a cache to read them
+    residues.py         a call whose mask tells residues of tokens apart, as one with more heads and fewer tokens
     tuned.py            measured tile sizes: the user's file, the tables in tuned/, and the lookup in both
 """

@@ -53,6 +53,19 @@ class BlockLayout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Residues:
+    """How a call splits into calls of the tokens of one residue (residues.py), for a mask that is False where query and key have different
+    residues.
+
+    modulus   the residue of token t is t % modulus
+    blocks    of the mask among the tokens of one residue, the same for all residues, batch entries and heads; its lists are known
+    """
+
+    modulus: int
+    blocks: BlockLayout
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelPlan:
     """Everything static about one attention call: sizes, dtype, programs, block layout, options. Frozen and hashable.
 
@@ -82,6 +95,7 @@ class KernelPlan:
     page         tokens of a page, if keys and values are in pages (see Operands); 0: they are contiguous. Such a plan has key
                  lengths
     precision    of products of float32, a name of precision.py; "default" for inputs of 16 bits
+    residues     how the call may be split by residues of its tokens, where that visits far fewer blocks; None: not at all
     cache_dtype  dtype of keys and values in pages, "int8" or "float8_e4m3fn", if they are quantised; None: `dtype`
     """
 
@@ -112,6 +126,7 @@ class KernelPlan:
     page: int = 0
     cache_dtype: str | None = None
     precision: str = "default"
+    residues: Residues | None = None
 
     @property
     def returns_rounding(self) -> bool:

@@ -139,8 +139,9 @@ def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths:
 
 
 def _sizes(plan: KernelPlan) -> Sizes:
-    """(batch, heads, q_len, kv_len) for which the new mask program is traced: those of the plan's mask program; without one the plan's
-    own, with UNKNOWN in place of the lengths if it has an origin.
+    """(batch, heads, q_len, kv_len) for which the new mask program is traced. `batch` is that of the plan. The others are those for which
+    the plan's mask program was traced. A plan without a mask program gives its own, but UNKNOWN for q_len and kv_len if the plan has an
+    origin, because positions may then lie beyond the lengths.
     """
     if plan.mask is not None:
         _, heads, q, kv = plan.mask.sizes

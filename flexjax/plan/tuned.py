@@ -52,8 +52,8 @@ Entries = dict[str, dict[str, typing.Any]]
 
 def plan_text(plan: KernelPlan) -> str:
     """The fields of the plan as text, "name: value" each from a new line (programs take several), and of its options deterministic,
-    interpret and, where they are set, instruction and cta_pairs. The fields origin, lengths, exact_captures, page, cache_dtype and
-    precision are there only if set; tile sizes and `split` never are.
+    interpret and, where they are set, instruction and cta_pairs. The fields origin, lengths, exact_captures, page, cache_dtype,
+    precision and residues are there only if set; tile sizes and `split` never are.
 
     Equal plans give the same text in every process (addresses in it are removed), so that a digest of it can be stored.
     """
@@ -62,6 +62,7 @@ def plan_text(plan: KernelPlan) -> str:
     absent |= set() if plan.exact_captures else {"exact_captures"}
     absent |= set() if plan.page else {"page", "cache_dtype"}
     absent |= {"precision"} if plan.precision == "default" else set()
+    absent |= {"residues"} if plan.residues is None else set()
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")

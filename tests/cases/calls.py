@@ -62,6 +62,11 @@ _TABLE = (
          captures=(("length", values(30, 0, 7)),)),
     Case("chunked", (1, 2, 2, 257, 257, 16, 16), mask="chunked", block=Block(32), slow=True),
     Case("natten", (1, 2, 2, 256, 256, 16, 16), mask="natten", block=Block(64)),
+    # split by residues (plan/residues.py)
+    Case("dilated", (1, 2, 1, 384, 381, 16, 16), mask="dilated", dtypes=("bfloat16",)),
+    Case("dilated_and_more", (1, 4, 2, 383, 379, 8, 16), mask="dilated", score="head_slope", layout="BNTH", sinks=True, dropout=0.3,
+         extra=(1, 4), scale=0.3, captures=(("slope", normal(4)),), slow=True),
+    Case("residues", (1, 2, 2, 381, 384, 16, 16), mask="residues", block=Block(32), slow=True),
     Case("holes", (1, 2, 2, 129, 257, 16, 16), mask="holes", block=Block((16, 64)), slow=True),
     Case("some_rows_off", (1, 2, 2, 129, 129, 16, 16), mask="some_rows_off", slow=True),
     Case("distant_past", (1, 2, 2, 300, 300, 8, 8), mask="distant_past", block=Block()),

@@ -328,6 +328,16 @@ def natten(c: Captures) -> Mod:
 
 
 @mask
+def dilated(c: Captures) -> Mod:
+    return lambda b, h, q, k: (q >= k) & (q - k < 120) & ((q - k) % 3 == 0)
+
+
+@mask
+def residues(c: Captures) -> Mod:
+    return lambda b, h, q, k: q % 3 == k % 3
+
+
+@mask
 def holes(c: Captures) -> Mod:
     return lambda b, h, q, k: ((q >= k) | (k < 40)) & ~((k >= 10) & (k < 20) & (q > 64))
 
