@@ -13,6 +13,7 @@ it imports nothing of the package, so that every other room can read programs.
     simplify.py          selects between products become products with a select
     rewrite.py           programs with other names, captures or results
     replay.py            a program built again from its own steps, with other inputs
+    cheaper_comparisons.py  comparisons of a mask with less to compute for each entry (q, kv)
     single_precision.py  programs of a score_mod in float32 where the user's function computes in float64
     fold_vmap.py         the program of a call under vmap: the mapped axis joins the batch
     fold_heads.py        the program of a call whose query heads of one key head are packed into rows

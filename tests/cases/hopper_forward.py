@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax import masks
 from tests.arrays import array
 from tests.cases.on_hopper import causal
 
@@ -21,6 +22,7 @@ FLAGS = array(RNG.normal(size=(256, 256)) > 0)
 FORWARD: dict[str, dict[str, typing.Any]] = {
     "full": {},
     "causal, two batches, grouped heads": {"mask": causal, "batch": 2, "heads": 4, "kv_heads": 2},
+    "neighbourhood on a canvas": {"mask": masks.natten_2d((14, 16), (5, 4)), "q_len": 224, "kv_len": 224},
     "mask without lists": {"mask": causal, "block": None},
     "odd lengths and dims": {"mask": causal, "q_len": 200, "kv_len": 237, "dim": 40, "value_dim": 24},
     "one query": {"q_len": 1, "kv_len": 130},

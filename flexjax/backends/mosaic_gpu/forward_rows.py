@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import registers
+from flexjax.backends.mosaic_gpu import registers, thread_tiles
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
@@ -28,6 +28,7 @@ from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir import program as ir
+from flexjax.ir.cheaper_comparisons import with_cheaper_comparisons
 
 f32 = np.float32
 
@@ -81,7 +82,7 @@ def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: Wo
     setup    what is known before the kernel is traced
     inputs   Refs to the operands, of which the captured arrays and the origin's tables are read
     """
-    tile = setup.tile
+    tile, mask = setup.tile, setup.plan.mask
 
     def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
         """A program of score_mod, mask_mod or dropout with its row vectors computed at these rows; None for None.
@@ -102,7 +103,7 @@ def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: Wo
 
     return Programs(
         at_rows(setup.plan.score, inputs.score),
-        at_rows(setup.plan.mask, inputs.mask),
+        at_rows(None if mask is None else with_cheaper_comparisons(mask, "kv"), inputs.mask),
         at_rows(setup.plan.dropout, inputs.dropout),
     )
 
@@ -175,7 +176,7 @@ class QueryRows(typing.Generic[AnyTile]):
             (on,) = step_tile.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
                 on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
-            s = jnp.where(on, s, f32(-math.inf))
+            s = thread_tiles.hide(s, on, setup.interpret)
         if setup.keys_may_overhang:
             assert step_tile.start is not None
             inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start

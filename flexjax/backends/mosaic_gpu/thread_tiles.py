@@ -580,3 +580,35 @@ def _any_lane(condition: ir.Value) -> ir.Value:
         has_side_effects=True,
     )
     return arith.trunci(ir.IntegerType.get_signless(1), typing.cast(ir.Value, voted))
+
+
+def hide(tile: jax.Array, visible: jax.Array, interpret: bool) -> jax.Array:
+    """The tile with -inf where it is not visible: one select for each element, whatever `visible` was computed from.
+
+    tile      [rows, columns] float32
+    visible   [rows, columns] bool
+
+    A select that LLVM sees becomes one for each conjunct of `visible`, and then the conjuncts of an element take an instruction each beside
+    their comparisons. Left as it is, a comparison and the conjunction with those before it are one instruction of the machine.
+    """
+    if interpret:
+        return jnp.where(visible, tile, np.float32(-np.inf))
+
+    @inline_mgpu(TILE, TILE, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
+    def select(values: mgpu.FragmentedArray, kept: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the result, from those of both arguments."""
+        layout, f32 = lowered(TILE), ir.F32Type.get()
+
+        def items() -> Iterator[Item]:
+            """Yields, for each element that the thread holds, (its register, its index in the register, the value or -inf)."""
+            for register, item, _ in positions_of(layout, tile.shape).constants:
+                given = [element(x.registers[register], item) for x in (values, kept)]
+                yield (
+                    register,
+                    item,
+                    typing.cast(ir.Value, llvm.inline_asm(f32, given, "selp.f32 $0, $1, 0fFF800000, $2;", "=f,f,b")),
+                )
+
+        return assemble(layout, tile.shape, items(), None)
+
+    return select(tile, visible)
