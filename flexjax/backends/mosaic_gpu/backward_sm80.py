@@ -15,9 +15,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import backward_sm100, choose_kernel, sm100_support, tile_visits
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
-from flexjax.backends.mosaic_gpu.backward_sm80_tiles import LARGEST_JOINT_DIM
 from flexjax.backends.mosaic_gpu.backward_sm90 import captured_gradients, gradients_of
-from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, direct_gradients
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
@@ -36,8 +34,8 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     card    says how tiles are copied and which of them fit
 
     A kernel runs only if one of its gradients is wanted. The dQ kernel also writes the direct gradients of captured arrays
-    (pair_bias.py), so it may run although dQ is not wanted; capture_gradients.py sums the other ones. Up to padded head dim
-    LARGEST_JOINT_DIM the dK/dV kernel on mma.sync runs once for those of dK and dV that are wanted, above it once for each of them.
+    (pair_bias.py), so it may run although dQ is not wanted; capture_gradients.py sums the other ones. The dK/dV kernel on mma.sync runs
+    once for those of dK and dV that are wanted or, where both accumulators do not fit (`Tiles.joint`), once for each of them.
     """
     operands, wanted, derivative = given.operands, given.wanted, given.derivative
     d_out = given.d_out.astype(operands.query.dtype)
@@ -64,8 +62,11 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
         d_key, d_value, _ = backward_sm100.backward_dkv(call, by_key, tcgen05)
     elif key or value:
         by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
-        joint = max(padded_dims(joined_plan)) <= LARGEST_JOINT_DIM
-        runs = [(key, value)] if joint else [run for run in ((key, False), (False, value)) if any(run)]
+        runs = (
+            [(key, value)]
+            if dkv_tiles.joint(joined_plan)
+            else [run for run in ((key, False), (False, value)) if any(run)]
+        )
         for with_key, with_value in runs:
             found = backward_dkv(call, by_key, dkv_tiles, key=with_key, value=with_value)
             d_key, d_value = found.d_key if with_key else d_key, found.d_value if with_value else d_value

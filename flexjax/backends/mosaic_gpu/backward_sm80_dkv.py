@@ -4,9 +4,11 @@
 
 Keys are the rows of a tile, so P^T and dS^T leave the accumulators in the registers in which the next product takes its left
 operand. The query heads that share a key head are visited one after another into the same accumulators, which makes the sum over the
-group free and gives the sum one order. Above head dim 128 the kernel runs twice: once for dV, without dP^T, and once for dK.
+group free and gives the sum one order. Where the accumulators do not fit (`Tiles.joint`) the kernel runs twice: once for dV, without dP^T, and
+once for dK.
 
-Each warpgroup has `rows` keys of its own, and all share the visited tiles. The formulas are at the top of
+Each warpgroup has `rows` keys of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
+The formulas are at the top of
 backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which both families share.
 """
 
@@ -16,12 +18,12 @@ import typing
 import jax
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_sm80_split import SplitTiles
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
 from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
-from flexjax.backends.mosaic_gpu.registers import zero_tile
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
@@ -62,7 +64,7 @@ def backward_dkv(
     kv_tiles = -(-plan.kv_len // tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
-    math = TileMath(plan, call.derivative, (tiles.rows, tiles.visited), "kv", (tiles.visited, tiles.owned))
+    math = TileMath(plan, call.derivative, (tiles.rows, tiles.scored), "kv", (tiles.visited, tiles.owned))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: finds the key tile that this CTA owns and runs the calling
@@ -75,7 +77,11 @@ def backward_dkv(
             visits, inputs.lists, own.b, first_head, plan.group, own.tile, tiles.visited, may_be_masked
         )
         arrays = inputs.tokens.query, inputs.tokens.d_out
-        visited = VisitedTiles(plan, tiles, scratch, arrays, plan.q_len, sequence)
+        visited = (
+            SplitTiles(plan, tiles, scratch, arrays, plan.q_len, sequence, scores_first=not key)
+            if tiles.split_columns
+            else VisitedTiles(plan, tiles, scratch, arrays, plan.q_len, sequence)
+        )
         _Cta(math, visited, inputs, outputs, own.key_head).compute()
 
     shape = lambda x, wanted: kernel_parts.output(x.shape, x.dtype, tokens.key) if wanted else None
@@ -83,7 +89,7 @@ def backward_dkv(
         kernel,
         Inputs(tokens, lists, order, call.captures),
         Outputs(shape(tokens.key, key), shape(tokens.value, value)),
-        scratch(plan, tiles),
+        scratch(plan, tiles, key + value),
         name="flexjax_backward_dkv" if key and value else "flexjax_backward_dk" if key else "flexjax_backward_dv",
         programs=kv_tiles * plan.batch * plan.kv_heads,
         warpgroups=tiles.groups,
@@ -109,7 +115,7 @@ class _Cta(VisitingCta):
         plan, tokens, sequence, rows = self.plan, self.inputs.tokens, self.sequence, self.tiles.rows
         kv0, scratch = self.group_start, self.visited.scratch
         self.visited.begin((tokens.key, tokens.value), self.key_head, self.own_start, plan.kv_len, sequence.first())
-        zero = lambda output, own: None if output is None else zero_tile((rows, own.shape[-1]))
+        zero = lambda output, own: None if output is None else self.zero_gradient(own)
         sums = Sums(zero(self.outputs.d_key, scratch.own_first), zero(self.outputs.d_value, scratch.own_second))
 
         def begin(head: Scalar) -> RowMath:
@@ -123,7 +129,7 @@ class _Cta(VisitingCta):
         for output, gradient in ((self.outputs.d_key, scaled), (self.outputs.d_value, found.dv)):
             if output is not None and gradient is not None:
                 target = rows_of(output, plan.layout, sequence.b, self.key_head, kv0, rows)
-                write_rows(gradient.astype(target.dtype), target, plan.kv_len - kv0, plan.options.interpret)
+                write_rows(gradient.astype(target.dtype), target, plan.kv_len - kv0, plan.options.interpret, self.half)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, sums: Sums) -> Sums:
         """Makes one visit, as `VisitSequence.each` calls it: waits for the visited tiles, computes P and dS of this
@@ -134,12 +140,16 @@ class _Cta(VisitingCta):
         sums    before the visit
         """
         interpret, head = self.plan.options.interpret, self.sequence.first_head + visit.head
-        tile = rows.at_columns(visit.start, visit.masked)
-        q_tile, out_tile = self.visited.arrive(visit)
-        lse2, delta = statistics_of(
-            self.inputs.tokens, self.sequence.b, head, visit.start, self.tiles.visited, ALONG_COLUMNS
+        visited, start = self.visited, self.columns_of(visit.start)
+        tile = rows.at_columns(start, visit.masked)
+        statistics = lambda: statistics_of(
+            self.inputs.tokens, self.sequence.b, head, start, self.tiles.scored, ALONG_COLUMNS
         )
-        own_key, own_value = self.visited.own()
+        if isinstance(visited, SplitTiles):
+            return self.add_split(visited, tile, visit, *statistics(), sums)
+        q_tile, out_tile = visited.arrive(visit)
+        lse2, delta = statistics()
+        own_key, own_value = visited.own()
         s = product_transposed(own_key, q_tile, interpret)
         found = tile.probabilities(s, lse2)
         dk, dv = sums
@@ -150,5 +160,36 @@ class _Cta(VisitingCta):
             dp = product_transposed(own_value, out_tile, interpret)
             ds = found.cotangent(factor, dp, self.math.broadcast(delta, "q"))
             dk = add_product(dk, ds.astype(q_tile.dtype), q_tile, interpret)
-        self.visited.leave(visit)
+        visited.leave(visit)
+        return Sums(dk, dv)
+
+    def add_split(
+        self, visited: SplitTiles, tile: ColumnMath, visit: VisitNow, lse2: jax.Array, delta: jax.Array, sums: Sums
+    ) -> Sums:
+        """`add_visit` where warpgroups split the columns: computes P and dS for this warpgroup's half of the queries, and adds all queries
+        of the tile to its half of the columns of the sums.
+
+        visited       slots of the visited tiles
+        tile          P and dS of this warpgroup's tile of scores
+        lse2, delta   [scored], row statistics of its queries
+        """
+        own_key, own_value = visited.own()
+        dk, dv = sums
+        dp = None if dk is None else visited.product(own_value, first=False)
+        found = tile.probabilities(visited.product(own_key, first=True), lse2)
+        if dv is not None:
+            visited.write_weights(0, found.weights())
+        if dp is None:
+            visited.wait(False, 0)
+            visited.release(True, visit)
+        else:
+            ds = found.cotangent(found.factor(), dp, self.math.broadcast(delta, "q"))
+            visited.write_weights(int(dv is not None), ds)
+            visited.release(False if dv is None else None, visit)
+        if dv is not None:
+            dv = visited.add_gradient(dv, 0, first=False)
+            visited.release(False, visit)
+        if dk is not None:
+            dk = visited.add_gradient(dk, int(dv is not None), first=True)
+            visited.release(True, visit)
         return Sums(dk, dv)

@@ -2,12 +2,14 @@
 
     S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
 
-Each warpgroup has `rows` queries of its own, and all share the visited tiles. The formulas are at the top of
+Each warpgroup has `rows` queries of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
+The formulas are at the top of
 backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which both families share. A *direct gradient* is the gradient of
 a captured array with an element for each (query, key), which this kernel writes itself (pair_bias.py).
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_sm80_split import SplitTiles
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
 from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs, statistics_of
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.pair_bias import DirectGradient
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import skipped_blocks
@@ -47,7 +50,7 @@ def backward_dq(
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)
-    shape = (tiles.rows, tiles.visited)
+    shape = (tiles.rows, tiles.scored)
     math = TileMath(plan, call.derivative, shape, "q", (tiles.owned, tiles.visited), loads_too=loads)
     skipped = skipped_blocks(plan, lists) if gradients else VisitLists()
     heads = plan.batch * plan.q_heads
@@ -63,7 +66,8 @@ def backward_dq(
         may_be_masked = plan.mask is not None or plan.blocks is not None
         sequence = VisitSequence(visits, inputs.lists, b, h, 1, tile, tiles.visited, may_be_masked, kv_group=plan.group)
         arrays = inputs.tokens.key, inputs.tokens.value
-        visited = VisitedTiles(plan, tiles, scratch, arrays, plan.kv_len, sequence)
+        kind = SplitTiles if tiles.split_columns else VisitedTiles
+        visited = kind(plan, tiles, scratch, arrays, plan.kv_len, sequence)
         _Cta(math, visited, inputs, outputs, gradients).compute()
 
     return launch(
@@ -109,10 +113,10 @@ class _Cta(VisitingCta):
             return self.add_visit(rows, visit, dq, lse2, delta)
 
         rows = lambda _: self.math.at_rows(b, h, q0, self.inputs.captures)
-        dq = sequence.each(rows, step, zero_tile((size, self.visited.scratch.own_first.shape[-1])))
+        dq = sequence.each(rows, step, self.zero_gradient(self.visited.scratch.own_first))
         self.write_zeros()
         target = rows_of(self.outputs.d_query, plan.layout, b, h, q0, size)
-        write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - q0, plan.options.interpret)
+        write_rows((dq * plan.scale).astype(target.dtype), target, plan.q_len - q0, plan.options.interpret, self.half)
 
     def add_visit(self, rows: RowMath, visit: VisitNow, dq: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.Array:
         """Makes one visit: waits for the visited tiles, writes the tile of each direct gradient to global memory, and
@@ -123,23 +127,45 @@ class _Cta(VisitingCta):
         dq            [rows, D] float32, the sum before the visit
         lse2, delta   [rows], row statistics
         """
-        interpret = self.plan.options.interpret
-        tile = rows.at_columns(visit.start, visit.masked)
-        keys, values = self.visited.arrive(visit)
-        own_query, own_out = self.visited.own()
+        visited, interpret, start = self.visited, self.plan.options.interpret, self.columns_of(visit.start)
+        tile = rows.at_columns(start, visit.masked)
+        if isinstance(visited, SplitTiles):
+            own_query, own_out = visited.own()
+            dp = visited.product(own_out, first=False)
+            s = visited.product(own_query, first=True)
+            visited.write_weights(0, self.cotangent(tile, s, lambda: dp, lse2, delta))
+            visited.release(False, visit)
+            dq = visited.add_gradient(dq, 0, first=True)
+            visited.release(True, visit)
+            return dq
+        keys, values = visited.arrive(visit)
+        own_query, own_out = visited.own()
         s = product_transposed(own_query, keys, interpret)
+        ds = self.cotangent(tile, s, lambda: product_transposed(own_out, values, interpret), lse2, delta)
+        dq = add_product(dq, ds.astype(keys.dtype), keys, interpret)
+        visited.leave(visit)
+        return dq
+
+    def cotangent(
+        self, tile: ColumnMath, s: jax.Array, dp: Callable[[], jax.Array], lse2: jax.Array, delta: jax.Array
+    ) -> jax.Array:
+        """dS of a tile of scores, [rows, scored] float32; writes its part of each direct gradient to global memory.
+
+        tile          P and dS of the tile
+        s             its scores, without scale
+        dp            computes dP of the tile, after P
+        lse2, delta   [rows], row statistics
+        """
         found = tile.probabilities(s, lse2)
         factor = found.factor()
         factors = tuple(zip(found.load_factors(), found.rounded_factors(), strict=True))
-        dp = product_transposed(own_out, values, interpret)
+        product = dp()
         wide_delta = self.math.broadcast(delta, "q")
-        ds = found.cotangent(factor, dp, wide_delta)
+        ds = found.cotangent(factor, product, wide_delta)
         for one, output, (f, rounded) in zip(self.gradients, self.outputs.direct_gradients, factors, strict=True):
-            g = ds if f is factor and rounded is None else found.load_cotangent(f, rounded, dp, wide_delta)
-            self.gradient_tile(one, output, visit.start)[...] = g.astype(one.dtype)
-        dq = add_product(dq, ds.astype(keys.dtype), keys, interpret)
-        self.visited.leave(visit)
-        return dq
+            g = ds if f is factor and rounded is None else found.load_cotangent(f, rounded, product, wide_delta)
+            self.gradient_tile(one, output, tile.col0)[...] = g.astype(one.dtype)
+        return ds
 
     def gradient_tile(self, one: DirectGradient, output: Ref, kv0: Scalar) -> Ref:
         """A Ref to the part of a direct gradient's array that belongs to this warpgroup's queries and the keys of a
@@ -147,13 +173,13 @@ class _Cta(VisitingCta):
 
         one      the direct gradient
         output   its array in global memory
-        kv0      first key of the tile
+        kv0      first key of the tile of scores
         """
         return one.tile(output, self.sequence.b, self.sequence.first_head, self.group_start, kv0, self.math.shape)
 
     def write_zeros(self) -> None:
         """Writes zeros to the tiles of all direct gradients at this warpgroup's queries and the keys that the block
-        mask skips. Nothing without direct gradients or without a block mask.
+        mask skips, of which it has a half where warpgroups split the columns. Nothing without direct gradients or without a block mask.
         """
         skipped, sequence = self.inputs.skipped, self.sequence
         own = skipped, sequence.b, sequence.first_head, sequence.tile
@@ -164,6 +190,6 @@ class _Cta(VisitingCta):
         @pl.loop(0, count)
         def one_tile(i: Scalar) -> None:
             """Writes zeros to the i-th skipped tile of each direct gradient."""
-            kv0 = sequence.visits.tile(*own, i, False) * self.tiles.visited
+            kv0 = self.columns_of(sequence.visits.tile(*own, i, False) * self.tiles.visited)
             for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
                 self.gradient_tile(one, output, kv0)[...] = zero_tile(self.math.shape).astype(one.dtype)

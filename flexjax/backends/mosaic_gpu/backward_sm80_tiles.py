@@ -13,7 +13,7 @@ Three things bound the sizes:
 - the bandwidth of shared memory: each warp reads the whole right operand of a product, so larger tiles of scores read less;
 - the room in shared memory, which differs between cards (sm80_cards.py).
 
-Above head dim LARGEST_JOINT_DIM the accumulators of dK and dV do not fit the registers together, and the dK/dV kernel runs once for each.
+Where the accumulators of dK and dV do not fit the registers together (`Tiles.joint`), the dK/dV kernel runs once for each.
 No size changes a bit of a result: each gradient adds up the visited tokens in the same order, K of sm80_products.py at a time.
 """
 
@@ -25,8 +25,8 @@ from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Par
 from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, meeting_barrier
 from flexjax.plan.kernel_plan import KernelPlan
 
-LARGEST_JOINT_DIM = 128
-"""The largest padded head dim at which one dK/dV kernel computes both gradients."""
+ACCUMULATORS = 128
+"""Registers of a thread that the accumulators of gradients may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Tiles:
     rows, groups   owned tokens of a warpgroup, and number of warpgroups
     visited        tokens of a visited tile
     slots          of visited tiles, 1 or 2
+    split_columns  whether the warpgroups share their rows and split the columns (backward_sm80_split.py); then there are two of them,
+                   and one slot
     """
 
     copying: Copying
@@ -44,11 +46,28 @@ class Tiles:
     groups: int
     visited: int
     slots: int
+    split_columns: bool = False
 
     @property
     def owned(self) -> int:
         """Owned tokens of a CTA."""
-        return self.rows * self.groups
+        return self.rows if self.split_columns else self.rows * self.groups
+
+    @property
+    def column_groups(self) -> int:
+        """Warpgroups that share the columns of a tile of scores or of a gradient."""
+        return self.groups if self.split_columns else 1
+
+    @property
+    def scored(self) -> int:
+        """Visited tokens of which a warpgroup computes the scores."""
+        return self.visited // self.column_groups
+
+    def joint(self, plan: KernelPlan) -> bool:
+        """Whether one dK/dV kernel computes both gradients: whether the accumulators of both, of the padded head dims of `plan`, take at
+        most ACCUMULATORS registers of a thread.
+        """
+        return self.rows * sum(padded_dims(plan)) <= WARPGROUP * ACCUMULATORS * self.column_groups
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
@@ -57,10 +76,14 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
     own_first, own_second   [owned, D or E] the CTA's own tokens
     first, second           [slots, visited, D or E] visited tiles
-    own_full, full          one barrier: the own tokens have arrived; [slots] barriers: a visited tile has. None with
-                            cp.async
+    own_full, full          one barrier: the own tokens have arrived; [slots] barriers: a visited tile has, both its operands or, where
+                            warpgroups split the columns, the first. None with cp.async
     meeting                 the barrier that stands for the CTA's in the simulator; None on the device and for one
                             warpgroup
+    second_full             [1] barriers: the second operand of the visited tile has arrived. None with cp.async, and where warpgroups
+                            have rows of their own
+    weights                 [gradients, groups, owned, scored] P and dS in 16 bits, one for each gradient of the kernel, where warpgroups
+                            split the columns; else None
     """
 
     own_first: Part
@@ -70,43 +93,74 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     own_full: Part | None
     full: Part | None
     meeting: Part | None
+    second_full: Part | None = None
+    weights: Part | None = None
 
 
-def scratch(plan: KernelPlan, tiles: Tiles) -> Scratch[Description]:
+def scratch(plan: KernelPlan, tiles: Tiles, gradients: int = 1) -> Scratch[Description]:
     """The shared memory of a CTA of either kernel with the sizes of `tiles`, for the padded head dims and the dtype of
-    `plan`. The barriers of TMA expect two arrivals of each warpgroup, because every warpgroup copies its share of both
-    tiles of a slot.
+    `plan`. The barriers of TMA expect an arrival of each warpgroup for each tile, because every warpgroup copies its share.
+
+    gradients   how many gradients the kernel computes: 2 for dK and dV together, else 1
     """
     dim, value_dim = padded_dims(plan)
-    arrivals = 2 * tiles.groups
-    by_tma = tiles.copying == "tma"
+    by_tma, split = tiles.copying == "tma", tiles.split_columns
+    weights = (gradients, tiles.groups, tiles.owned, tiles.scored)
     return Scratch(
         SwizzledTiles((tiles.owned, dim), plan.dtype),
         SwizzledTiles((tiles.owned, value_dim), plan.dtype),
         SwizzledTiles((tiles.slots, tiles.visited, dim), plan.dtype),
         SwizzledTiles((tiles.slots, tiles.visited, value_dim), plan.dtype),
-        Barriers(1, arrivals) if by_tma else None,
-        Barriers(tiles.slots, arrivals) if by_tma else None,
+        Barriers(1, 2 * tiles.groups) if by_tma else None,
+        Barriers(tiles.slots, tiles.groups if split else 2 * tiles.groups) if by_tma else None,
         meeting_barrier(tiles.groups, plan.options.interpret),
+        Barriers(tiles.slots, tiles.groups) if by_tma and split else None,
+        SwizzledTiles(weights, plan.dtype) if split else None,
     )
 
 
 SMALL_MEMORY = 99 * 1024
 """Bytes of shared memory of a CTA on 8.6, 8.9 and 12.x, whose tensor cores do half of what those of 8.0 do."""
-Size = tuple[int, int, int, int]
-"""(rows, groups, visited, slots) of Tiles."""
+
+
+class Size(typing.NamedTuple):
+    """The fields of Tiles that do not depend on the card."""
+
+    rows: int
+    groups: int
+    visited: int
+    slots: int
+    split_columns: bool = False
+
+
+def _split(rows: int, visited: int) -> Size:
+    """Two warpgroups with the same rows, which split the columns."""
+    return Size(rows, 2, visited, 1, True)
+
+
 DQ_SIZES: dict[int, tuple[Size, ...]] = {
-    64: ((128, 1, 64, 2), (64, 2, 64, 2), (64, 1, 64, 2), (64, 1, 32, 2)),
-    128: ((128, 1, 32, 2), (128, 1, 32, 1), (64, 2, 64, 2), (64, 2, 32, 2), (64, 1, 64, 2), (64, 1, 32, 2), (64, 1, 32, 1)),
-    256: ((64, 2, 32, 2), (64, 2, 32, 1), (64, 1, 32, 2), (64, 1, 16, 2), (64, 1, 32, 1), (64, 1, 16, 1)),
+    64: (Size(128, 1, 64, 2), Size(64, 2, 64, 2), Size(64, 1, 64, 2), Size(64, 1, 32, 2)),
+    128: (
+        Size(128, 1, 32, 2), Size(128, 1, 32, 1), Size(64, 2, 64, 2), Size(64, 2, 32, 2), Size(64, 1, 64, 2), Size(64, 1, 32, 2),
+        Size(64, 1, 32, 1),
+    ),
+    256: (
+        _split(128, 64), _split(128, 32), Size(64, 2, 32, 2), _split(64, 64), Size(64, 2, 32, 1), _split(64, 32), Size(64, 1, 32, 2),
+        Size(64, 1, 16, 2), Size(64, 1, 32, 1), Size(64, 1, 16, 1),
+    ),
 }  # fmt: skip
 """Sizes of the dQ kernel for head dims up to so many, the expected best first. NOTES_sm80_backward.md has the clocks behind the order."""
 DKV_SIZES: dict[int, tuple[Size, ...]] = {
-    64: ((128, 1, 32, 2), (64, 2, 64, 2), (64, 1, 64, 2), (64, 1, 32, 2)),
-    128: ((64, 2, 64, 2), (64, 2, 32, 2), (64, 1, 64, 2), (64, 1, 64, 1), (64, 1, 32, 2), (64, 1, 32, 1)),
-    256: DQ_SIZES[256],
-}
-"""The same of the dK/dV kernel."""
+    64: (Size(128, 1, 32, 2), Size(64, 2, 64, 2), Size(64, 1, 64, 2), Size(64, 1, 32, 2)),
+    128: (
+        Size(64, 2, 64, 2), Size(64, 2, 32, 2), Size(64, 1, 64, 2), Size(64, 1, 64, 1), Size(64, 1, 32, 2), Size(64, 1, 32, 1),
+    ),
+    256: (
+        _split(64, 64), _split(128, 64), Size(64, 2, 32, 2), Size(64, 2, 32, 1), _split(64, 32), Size(64, 1, 32, 2), Size(64, 1, 16, 2),
+        Size(64, 1, 32, 1), Size(64, 1, 16, 1),
+    ),
+}  # fmt: skip
+"""The same of the dK/dV kernel. Above head dim 128 sizes of 64 rows whose warpgroups split the columns compute dK and dV together."""
 
 
 def dq_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
@@ -114,7 +168,7 @@ def dq_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
     card, the expected best first; empty if none fit.
     """
     block = None if plan.blocks is None else plan.blocks.block_q
-    return _fitting(plan, card, DQ_SIZES, block, plan.options.block_q_bwd)
+    return _fitting(plan, card, False, block, plan.options.block_q_bwd)
 
 
 def dkv_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
@@ -122,7 +176,7 @@ def dkv_candidates(plan: KernelPlan, card: Card) -> tuple[Tiles, ...]:
     the card, the expected best first; empty if none fit.
     """
     block = None if plan.blocks is None else plan.blocks.block_kv
-    return _fitting(plan, card, DKV_SIZES, block, plan.options.block_kv_bwd)
+    return _fitting(plan, card, True, block, plan.options.block_kv_bwd)
 
 
 def refuses(plan: KernelPlan, card: Card) -> str | None:
@@ -140,13 +194,11 @@ def refuses(plan: KernelPlan, card: Card) -> str | None:
     return None
 
 
-def _fitting(
-    plan: KernelPlan, card: Card, sizes: dict[int, tuple[Size, ...]], block: int | None, asked: int | None
-) -> tuple[Tiles, ...]:
-    """The sizes among `sizes` that fit the plan's head dims and the card, the expected best first; empty if none do.
+def _fitting(plan: KernelPlan, card: Card, by_key: bool, block: int | None, asked: int | None) -> tuple[Tiles, ...]:
+    """The sizes of DKV_SIZES (`by_key`) or DQ_SIZES that fit the plan's head dims and the card, the expected best first; empty if none do.
     Head dims are at most 256: support.py refuses larger ones before.
 
-    sizes   largest padded head dim -> (rows, groups, visited, slots) of each candidate
+    by_key  whether the kernel owns keys
     block   tokens of a block of the mask on the owned axis, which the owned tokens must divide; None: there are no
             blocks
     asked   the owned tokens that the options ask for; None: any
@@ -155,9 +207,10 @@ def _fitting(
     On the cards with SMALL_MEMORY the tensor cores are slower than shared memory at every size, so 64 rows, which take
     fewer registers, go before 128.
     """
-    dim = max(padded_dims(plan))
+    dim, sizes = max(padded_dims(plan)), DKV_SIZES if by_key else DQ_SIZES
     made = [Tiles(card.copying, *size) for size in sizes[next(most for most in sizes if dim <= most)]]
     able = [t for t in made if (block is None or block % t.owned == 0) and asked in (None, t.owned)]
-    warpgroups = {t: t.groups * card.ctas(scratch_bytes(scratch(plan, t)), WARPGROUP * t.groups) for t in able}
+    bytes_of = lambda t: scratch_bytes(scratch(plan, t, 2 if by_key and t.joint(plan) else 1))
+    warpgroups = {t: t.groups * card.ctas(bytes_of(t), WARPGROUP * t.groups) for t in able}
     worse = lambda t: (warpgroups[t] < 2, t.rows > 64 and card.cta_memory <= SMALL_MEMORY)
     return tuple(sorted((t for t in able if warpgroups[t]), key=worse))

@@ -12,6 +12,7 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,7 +22,9 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, not_hoisted, rows_of, slot_of
+from flexjax.backends.mosaic_gpu.registers import zero_tile
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
+from flexjax.backends.mosaic_gpu.sm80_products import half_shape
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -222,22 +225,33 @@ class VisitedTiles:
         length   tokens of the owned axis
         visit    the first visit
         """
+        arrived = self._copy_own(arrays, head, start, length)
+        self._fetch_both(visit, jnp.int32(0))
+        self.copies.wait(arrived, 1)
+
+    def _copy_own(self, arrays: tuple[Ref, Ref], head: Scalar, start: Scalar, length: int) -> Ref | None:
+        """Starts the copies of the CTA's own tokens, as a group; returns the barrier at which they arrive, None with cp.async. The arguments
+        are those of `begin`.
+        """
         scratch, copies = self.scratch, self.copies
         arrived = None if scratch.own_full is None else scratch.own_full.at[0]
         for array, target in zip(arrays, (scratch.own_first, scratch.own_second), strict=True):
             source = rows_of(array, self.plan.layout, self.sequence.b, head, start, self.tiles.owned)
             copies.start(source, target, arrived, length - start)
         copies.commit()
-        self._fetch(visit, jnp.int32(0))
-        copies.commit()
-        copies.wait(arrived, 1)
+        return arrived
 
     def own(self) -> tuple[Ref, Ref]:
-        """Refs to this warpgroup's own tokens in shared memory, [rows, D] and [rows, E], at addresses that the compiler
-        does not keep in registers.
+        """Refs to this warpgroup's own tokens in shared memory, [rows, D] and [rows, E]."""
+        return self._own_rows(self.copies.group)
+
+    def _own_rows(self, number: Scalar | int) -> tuple[Ref, Ref]:
+        """Refs to `rows` of the CTA's own tokens in shared memory, [rows, D] and [rows, E], at addresses that the compiler does not keep in
+        registers.
+
+        number   which `rows` tokens
         """
-        group, interpret = self.copies.group, self.plan.options.interpret
-        first = not_hoisted(jnp.asarray(group, jnp.int32), interpret) * self.tiles.rows
+        first = not_hoisted(jnp.asarray(number, jnp.int32), self.plan.options.interpret) * self.tiles.rows
         rows = pl.ds(first, self.tiles.rows)
         return self.scratch.own_first.at[rows], self.scratch.own_second.at[rows]
 
@@ -248,8 +262,7 @@ class VisitedTiles:
         slot = slot_of(visit.number, self.tiles.slots)
         self.copies.wait(None if self.scratch.full is None else self.scratch.full.at[slot], 0)
         if self.tiles.slots > 1:
-            self._fetch(visit.following, visit.number + 1)
-            self.copies.commit()
+            self._fetch_both(visit.following, visit.number + 1)
         return self.scratch.first.at[slot], self.scratch.second.at[slot]
 
     def leave(self, visit: VisitNow) -> None:
@@ -258,25 +271,37 @@ class VisitedTiles:
         """
         if self.tiles.slots == 1:
             self.copies.sync()
-            self._fetch(visit.following, visit.number + 1)
-            self.copies.commit()
+            self._fetch_both(visit.following, visit.number + 1)
 
-    def _fetch(self, visit: Visit, number: Scalar) -> None:
-        """Starts the copies of both tiles of a visit to their slots, and does not wait; nothing if there is no such
-        visit. The caller ends the group of copies (`Copies.commit`), also where there is no such visit.
+    def _fetch_both(self, visit: Visit, number: Scalar) -> None:
+        """Starts the copies of both operands of a visit's tile to their slots, as a group.
 
         number   of the visit over all visits of the CTA, which gives the slot
         """
+        scratch = self.scratch
+        slots = scratch.first, scratch.second
+        self._fetch(
+            visit, number, tuple((array, to, scratch.full) for array, to in zip(self.arrays, slots, strict=True))
+        )
+        self.copies.commit()
+
+    def _fetch(self, visit: Visit, number: Scalar, operands: tuple[tuple[Ref, Ref, Ref | None], ...]) -> None:
+        """Starts the copies of a visit's tile to its slots, and does not wait; nothing if there is no such visit. The caller ends the group
+        of copies (`Copies.commit`), also where there is no such visit.
+
+        number     of the visit over all visits of the CTA, which gives the slot
+        operands   (array, its slots, their barriers; None with cp.async) of each operand that is copied
+        """
         slot, sequence = slot_of(number, self.tiles.slots), self.sequence
-        arrived = None if self.scratch.full is None else self.scratch.full.at[slot]
 
         @when(visit.head < sequence.heads)
         def copy() -> None:
-            """Starts the copies of this warpgroup's share of both tiles."""
+            """Starts the copies of this warpgroup's share of each operand."""
             head = sequence.visited_head(visit.head)
-            for array, target in zip(self.arrays, (self.scratch.first, self.scratch.second), strict=True):
+            for array, slots, full in operands:
                 source = rows_of(array, self.plan.layout, sequence.b, head, visit.start, self.tiles.visited)
-                self.copies.start(source, target.at[slot], arrived, self.length - visit.start)
+                arrived = None if full is None else full.at[slot]
+                self.copies.start(source, slots.at[slot], arrived, self.length - visit.start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,5 +339,23 @@ class VisitingCta:
 
     @property
     def group_start(self) -> Scalar:
-        """Number of the first token that this warpgroup owns."""
-        return self.own_start + self.visited.copies.group * self.tiles.rows
+        """Number of the first token that this warpgroup owns: of its own rows, or of those that warpgroups share."""
+        own = 0 if self.tiles.split_columns else self.visited.copies.group
+        return self.own_start + own * self.tiles.rows
+
+    def columns_of(self, start: Scalar) -> Scalar:
+        """Number of the first token of which this warpgroup computes the scores, in the visited tile whose first token is `start`."""
+        return start + self.visited.copies.group * self.tiles.scored if self.tiles.split_columns else start
+
+    @property
+    def half(self) -> Scalar | None:
+        """Which half of the columns of a gradient this warpgroup has, the number of the warpgroup; None: all of them."""
+        return jnp.asarray(self.visited.copies.group, jnp.int32) if self.tiles.split_columns else None
+
+    def zero_gradient(self, own: Ref) -> jax.Array:
+        """The sum of a gradient before the first visit, float32 zeros: [rows, D or E] or, where warpgroups split the columns, of `half_shape`.
+
+        own   the own tokens that it is the gradient of, [owned, D or E]
+        """
+        shape = self.tiles.rows, own.shape[-1]
+        return zero_tile(half_shape(*shape, self.plan.options.interpret) if self.tiles.split_columns else shape)

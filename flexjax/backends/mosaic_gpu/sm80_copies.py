@@ -8,6 +8,7 @@ barrier of the CTA:
     copies.wait(arrived, pending)                 the oldest group has arrived, for all threads, and all have read what they
                                                   read before: so a copy that starts now may overwrite it
     copies.sync()                                 the barrier alone
+    copies.arrive(arrived, pending)               the oldest group has arrived, for all threads; others may still read
 
 With cp.async a thread copies 16 bytes at a time; rows past the end of the array are filled with zeros by the copy itself. Groups
 are the hardware's commit groups, and `pending` says how many of the newest may still be in flight. With TMA a tile arrives at the
@@ -127,6 +128,18 @@ class Copies:
 
             wait_for_groups()
         self.sync()
+
+    def arrive(self, arrived: Ref | None, pending: int) -> None:
+        """Waits until a group of copies has arrived and this warpgroup sees the tiles: with TMA for nothing else, with cp.async, whose
+        copies only their own thread can wait for, for all threads of the CTA.
+
+        arrived, pending   as for `wait`
+        """
+        if self.copying == "tma":
+            assert arrived is not None
+            plgpu.barrier_wait(arrived)
+        else:
+            self.wait(arrived, pending)
 
     def sync(self) -> None:
         """Waits until all threads of the CTA are here; what they wrote to shared memory before is then visible to all."""

@@ -2,6 +2,7 @@
 
     product_transposed(left, right)          left right^T       scores, dP: both in shared memory, D contiguous in both
     add_product(total, weights, right)       total + weights right    P V, dQ, dK, dV: `weights` a tile in registers
+    add_half(total, weights, right, half)    the same for half of the columns, with `weights` in shared memory
 
 Tiles in registers, results included, have the layout of registers.py: that of an accumulator of WGMMA is also that of mma.sync
 when the four warps of a warpgroup lie along the rows. So whatever evaluates mods on tiles serves both families, and weights that
@@ -34,7 +35,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxlib.mlir.dialects import vector as vectors
 
 from flexjax.backends.mosaic_gpu.allocation import swizzled
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, lowered
 from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
 
@@ -106,6 +107,101 @@ def add_product(total: jax.Array, weights: jax.Array, right: Ref, interpret: boo
         return sums.tile()
 
     return multiply(total, weights, right)
+
+
+def add_half(total: jax.Array, weights: Ref, right: Ref, half: Scalar, interpret: bool) -> jax.Array:
+    """total + weights right for half of the columns of `right` (`half_piece`), in the shape of `half_shape`, float32. Both operands must be
+    in shared memory for all warps; the call does not wait for them.
+
+    total       of `half_shape`(M, N) float32, a tile, M a multiple of 64
+    weights     [M, k] of 16 bits in shared memory (SwizzledTiles), k a multiple of 16
+    right       [k, N] of the same dtype in shared memory (SwizzledTiles), N a multiple of 32
+    half        which half, 0 or 1
+    interpret   whether the kernel runs in the simulator
+    """
+    (rows, depth), columns = weights.shape, right.shape[1]
+    if interpret:
+        pieces = right[...].astype(jnp.float32).reshape(depth, -1, 2, half_piece(columns))
+        own = jnp.where(half == 0, pieces[:, :, 0], pieces[:, :, 1]).reshape(depth, columns // 2)
+        return total + jnp.dot(weights[...].astype(jnp.float32), own)
+    dtype, shape = _ptx_dtype(right.dtype), half_shape(rows, columns, interpret)
+    pairs = warps_in_pairs(rows, columns)
+    piece = half_piece(columns) // (2 if pairs else 1)  # neighbouring columns of a warp
+    every = swizzle_bytes(columns, 2) // 2  # columns from a piece of a warp to the next one
+
+    @inline_mgpu(
+        TILE,
+        _swizzled(weights),
+        _swizzled(right),
+        SCALAR_LAYOUT,
+        returns=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
+    )
+    def multiply(
+        total: mgpu.FragmentedArray, weights: ir.Value, right: ir.Value, half: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        """One thread's registers of the sum, from its registers of `total`; `weights` and `right` are memrefs."""
+        place = WarpPlace.of(rows, columns, scalar_of(half))
+        all_lanes = _left_lanes(own_rows=False)
+        a = SharedTile.of(weights, depth, all_lanes._replace(row8=arith.addi(all_lanes.row8, place.row)))
+        b = SharedTile.of(right, columns, all_lanes._replace(chunk=arith.addi(all_lanes.chunk, place.chunk)))
+        sums = Sums.of(total)
+        for k in range(0, depth, K):
+            lefts = [a.load(m * place.row_step, k) for m in range(shape[0] // WARPGROUP_ROWS)]
+            for n in range(0, shape[1], 16):
+                found = b.load(k, n // piece * every + n % piece, transposed=True)
+                sums.add(lefts, [found[:2], found[2:]], n // 8, dtype)
+        return sums.tile()
+
+    return multiply(total, weights, right, half)
+
+
+def half_piece(columns: int) -> int:
+    """How many neighbouring columns of 16 bits belong to one half of the `columns` of SwizzledTiles: half of a swizzled piece, 32 or 16.
+    Half number h of the columns is part h of every piece, so that the two halves differ in one bit of an address.
+    """
+    return swizzle_bytes(columns, 2) // 4
+
+
+def warps_in_pairs(rows: int, columns: int) -> bool:
+    """Whether the warps of a warpgroup that computes half of the columns of a gradient of `rows` rows, 64 or 128, have 32 rows and half of
+    these columns each, instead of all of them and 16 rows: they then read half as much of the right operand.
+    """
+    return rows == WARPGROUP_ROWS and half_piece(columns) == 32
+
+
+def half_shape(rows: int, columns: int, interpret: bool) -> tuple[int, int]:
+    """The shape of the tile that holds one warpgroup's half of a gradient, [rows, columns]. It is [rows, columns / 2] or, on the device with
+    `warps_in_pairs`, [2 rows, columns / 4], whose rows 0 .. 63 and 64 .. 127 are the first and the second 16 rows of each warp.
+    """
+    if warps_in_pairs(rows, columns) and not interpret:
+        return 2 * rows, columns // 4
+    return rows, columns // 2
+
+
+class WarpPlace(typing.NamedTuple):
+    """Which part of a gradient, or of one half of it, a warp computes, for one thread of it, inside `inline_mgpu`; i32.
+
+    row        its first row
+    chunk      its first 8 columns in every piece, counted in 8 columns
+    row_step   rows from its first 16 to its next 16; a number
+    """
+
+    row: ir.Value
+    chunk: ir.Value
+    row_step: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int, half: ir.Value | None) -> "WarpPlace":
+        """The place of the thread's warp in half number `half` of a gradient, [rows, columns]; None: in all of its columns."""
+        c = lambda n: mgpu.c(n, ir.IntegerType.get_signless(32))
+        warp = arith.andi(arith.shrui(mgpu.utils.thread_idx(), c(5)), c(3))
+        if half is None:
+            return cls(arith.muli(warp, c(16)), c(0), WARPGROUP_ROWS)
+        chunk = arith.muli(half, c(half_piece(columns) // 8))
+        if not warps_in_pairs(rows, columns):
+            return cls(arith.muli(warp, c(16)), chunk, WARPGROUP_ROWS)
+        chunk = arith.addi(chunk, arith.muli(arith.shrui(warp, c(1)), c(half_piece(columns) // 16)))
+        return cls(arith.muli(arith.andi(warp, c(1)), c(32)), chunk, 16)
 
 
 # ------------------------------------------------------------------- shared memory

@@ -5,6 +5,7 @@ every 32, so that a store has 16 bytes. Tiles whose columns are no multiple of 3
 """
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -13,30 +14,38 @@ from jaxlib.mlir.dialects import vector as vectors
 
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE
+from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
+from flexjax.backends.mosaic_gpu.sm80_products import WarpPlace, half_piece
 
 LANES = 4
 """Lanes that share a row of a tile."""
 
 
-def write_rows(tile: jax.Array, target: Ref, rows: Scalar | None, interpret: bool) -> None:
+def write_rows(tile: jax.Array, target: Ref, rows: Scalar | None, interpret: bool, half: Scalar | None = None) -> None:
     """Writes the calling warpgroup's tile of 16-bit elements from registers to global memory.
 
-    tile     [rows, columns], 16 bits, rows a multiple of 64, columns of 8
+    tile     [rows, columns], 16 bits, rows a multiple of 64, columns of 8; with `half` of `sm80_products.half_shape`(rows, columns)
     target   [rows, columns] in global memory; it may reach past the end of the array
     rows     how many rows of the tile exist, counted from its first; the others are not written. None: all exist. The
              simulator writes all rows in either case, because its arrays are padded
+    half     which half of the columns of `target` the tile is (`sm80_products.half_piece`), 0 or 1; None: all of them
     """
+    (height, width), (target_rows, target_columns) = tile.shape, target.shape
     if interpret:
-        target[...] = tile
+        piece = width if half is None else half_piece(target_columns)
+        for first in range(0, width, piece):
+            start = 0 if half is None else 2 * first + half * piece
+            target.at[:, pl.ds(start, piece)][...] = tile[:, first : first + piece]
         return
-    height, width = tile.shape
+    pieces = 1 if half is None else 2 * target_columns // swizzle_bytes(target_columns, 2)
+    piece, every = width // pieces, target_columns // pieces  # columns of a warp in each piece, and of all warps
 
-    def write(tile: mgpu.FragmentedArray, target: ir.Value, *limit: mgpu.FragmentedArray) -> None:
+    def write(tile: mgpu.FragmentedArray, target: ir.Value, *scalars: mgpu.FragmentedArray) -> None:
         """Emits the stores of one thread.
 
-        tile     its registers of the tile
-        target   memref of the rows in global memory
-        limit    how many rows exist, where that is given
+        tile      its registers of the tile
+        target    memref of the rows in global memory
+        scalars   how many rows exist, where that is given; then which half, where that is
         """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         constant = lambda n: mgpu.c(n, i32)
@@ -46,32 +55,33 @@ def write_rows(tile: jax.Array, target: Ref, rows: Scalar | None, interpret: boo
         words = [[[mgpu.utils.bitcast(x, i32) for x in pair] for pair in row] for row in words]
         thread = mgpu.utils.thread_idx()
         lane = arith.andi(thread, constant(LANES - 1))
-        warp = arith.andi(arith.shrui(thread, constant(5)), constant(3))
-        row = arith.addi(arith.muli(warp, constant(16)), arith.andi(arith.shrui(thread, constant(2)), constant(7)))
-        wide = width % 32 == 0
+        place = WarpPlace.of(target_rows, target_columns, None if half is None else scalar_of(scalars[-1]))
+        row = arith.addi(place.row, arith.andi(arith.shrui(thread, constant(2)), constant(7)))
+        wide = piece % 32 == 0
         offset = arith.addi(arith.muli(row, constant(pitch)), arith.muli(lane, constant(16 if wide else 4)))
+        offset = arith.addi(offset, arith.muli(place.chunk, constant(16)))
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(target))
         base = mgpu.utils.getelementptr(base, [arith.extui(i64, offset)], ir.IntegerType.get_signless(8))
         for m in range(height // 64):
-            for half in range(2):
-                first = 64 * m + 8 * half
-                own = [words[m][n][half] for n in range(width // 8)]
+            for side in range(2):
+                first = place.row_step * m + 8 * side
+                own = [words[m][n][side] for n in range(width // 8)]
                 stores = []
                 for n in range(0, width // 8, LANES if wide else 1):
                     value = own[n] if not wide else _joined(_exchanged(own[n : n + LANES], lane))
-                    stores.append((first * pitch + 16 * n, value))
-                if limit:
-                    exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, constant(first)), scalar_of(limit[0]))
+                    column = 8 * n // piece * every + 8 * n % piece
+                    stores.append((first * pitch + 2 * column, value))
+                if rows is not None:
+                    exists = arith.cmpi(
+                        arith.CmpIPredicate.slt, arith.addi(row, constant(first)), scalar_of(scalars[0])
+                    )
                     with mgpu.when(exists):
                         _store(base, stores)
                 else:
                     _store(base, stores)
 
-    types = (TILE, plgpu.RefType())
-    if rows is None:
-        inline_mgpu(*types)(write)(tile, target)
-    else:
-        inline_mgpu(*types, SCALAR_LAYOUT)(write)(tile, target, rows)
+    scalars = [x for x in (rows, half) if x is not None]
+    inline_mgpu(TILE, plgpu.RefType(), *[SCALAR_LAYOUT] * len(scalars))(write)(tile, target, *scalars)
 
 
 def _store(base: ir.Value, stores: list[tuple[int, ir.Value]]) -> None:
@@ -106,7 +116,7 @@ def _exchanged(own: list[ir.Value], lane: ir.Value) -> list[ir.Value]:
 
 
 def _joined(words: list[ir.Value]) -> ir.Value:
-    """A vector of four i32, made of `words`."""
+    """A vector of the LANES (four) values of `words`, in their order; all are i32."""
     joined = llvm.mlir_undef(ir.VectorType.get((LANES,), words[0].type))
     for n, word in enumerate(words):
         joined = vectors.insert(word, joined, dynamic_position=[], static_position=[n])

@@ -51,7 +51,7 @@ def test_explain_names_the_card_and_the_tile(dim: int, target: Target) -> None:
     made = plan(dim)
     assert support.refuses(made, target, JAX) is None
     text = support.BACKEND.tile_sizes(made, target)
-    backward = "dQ and dK/dV 128 x 128 by tcgen05" if dim <= 128 else "dQ 128 x 32, dK/dV 32 x 128"
+    backward = "dQ and dK/dV 128 x 128 by tcgen05" if dim <= 128 else "dQ 128 x 64, dK/dV 64 x 64"
     assert text == f"tcgen05 for compute capability {target.capability}: {TILES[dim]}, backward {backward}"
 
 
@@ -210,7 +210,7 @@ BY_TCGEN05 = "backward dQ and dK/dV 128 x 128 by tcgen05"
     [
         (plan(64, block=64), BY_TCGEN05, (128, 128)),
         (plan(128, block=192), BY_TCGEN05, (128, 128)),
-        (plan(256, block=64), "backward dQ 64 x 16, dK/dV 16 x 64", (64, 64)),
+        (plan(256, block=64), "backward dQ 64 x 64, dK/dV 64 x 64", (64, 64)),
         (plan(64, block=64, block_q_bwd=64), "backward dQ 64 x 64, dK/dV 32 x 128", (64, 128)),
     ],
 )

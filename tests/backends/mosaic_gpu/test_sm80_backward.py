@@ -10,7 +10,8 @@ if jax.__version_info__ < (0, 11):
 
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_sm80, backward_sm80_tiles, choose_kernel
-from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Tiles
+from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Size, Tiles, scratch
+from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.plan.kernel_plan import Gradients, KernelPlan
 from tests.cases.hopper_backward import BACKWARD, BY_PLACES, CAPTURED, PAIR_BIAS
@@ -37,6 +38,10 @@ SMALL: dict[str, dict[str, typing.Any]] = {
     "slope of wide heads": {
         "dim": 200, "value_dim": 192, "q_len": 80, "kv_len": 96, "heads": 1, "captured": (normal(1),),
         "score": lambda c, s, b, h, q, k: s + 0.02 * c[0][h] * (k - q),
+    },
+    "pair bias of wide heads": {
+        "dim": 160, "q_len": 136, "kv_len": 200, "heads": 1, "mask": causal, "block": (64, 64), "captured": (normal(1, 136, 200),),
+        "score": lambda c, s, b, h, q, k: s + c[0][h, q, k],
     },
     "table by a difference, of two batch entries": {
         "dim": 16, "q_len": 96, "kv_len": 80, "batch": 2, "heads": 1, "mask": causal, "captured": (normal(200),),
@@ -100,7 +105,41 @@ SIZES = sorted(
 def test_every_size(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = Tiles(("cp.async", "tma")[number % 2], *SIZES[number])
     monkeypatch.setattr(choose_kernel, "mma_backward_kernels", lambda plan, card: (tiles, tiles))
-    check({"mask": causal, "q_len": 200, "kv_len": 150, "heads": 2, "kv_heads": 1, "dim": 16})
+    dim = 64 if tiles.split_columns else 16  # a half of the columns is 16 at least
+    check({"mask": causal, "q_len": 200, "kv_len": 150, "heads": 2, "kv_heads": 1, "dim": dim})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copying", ["cp.async", "tma"])
+def test_split_columns_with_a_kernel_for_each_gradient(
+    copying: typing.Literal["cp.async", "tma"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles, case = Tiles(copying, 128, 2, 64, 1, True), {**SMALL["wide heads of two sizes"], "q_len": 200, "heads": 2}
+    monkeypatch.setattr(choose_kernel, "mma_backward_kernels", lambda plan, card: (tiles, tiles))
+    check(case)
+
+
+SPLIT = {
+    ("8.0", 192): (Size(128, 2, 64, 1, True), Size(64, 2, 64, 1, True)), ("8.0", 256): (Size(64, 2, 64, 1, True), Size(64, 2, 64, 1, True)),
+    ("8.9", 192): (Size(64, 2, 32, 1, True), Size(64, 2, 32, 1, True)), ("8.9", 256): (Size(64, 1, 16, 2), Size(64, 1, 16, 2)),
+    ("9.0", 192): (Size(128, 2, 64, 1, True), Size(64, 2, 64, 1, True)), ("9.0", 256): (Size(128, 2, 64, 1, True), Size(64, 2, 64, 1, True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "dim"), SPLIT)
+def test_warpgroups_split_the_columns_of_wide_heads(capability: str, dim: int) -> None:
+    plan, card = KernelPlan(1, 2, 2, 1024, 1024, dim, dim, "bfloat16", "BTNH", 1.0), CARDS[capability]
+    dq, dkv = choose_kernel.mma_backward_kernels(plan, card)
+    assert (dq, dkv) == tuple(Tiles(card.copying, *size) for size in SPLIT[capability, dim])
+    assert dkv.joint(plan) == dkv.split_columns
+    for tiles, gradients in ((dq, 1), (dkv, 2 if dkv.joint(plan) else 1)):
+        assert scratch_bytes(scratch(plan, tiles, gradients)) <= card.cta_memory
+
+
+def test_a_joint_kernel_has_shared_memory_for_the_weights_of_both_gradients() -> None:
+    plan, tiles = KernelPlan(1, 1, 1, 64, 64, 256, 256, "bfloat16", "BTNH", 1.0), Tiles("tma", 64, 2, 64, 1, True)
+    alone, joint = (scratch_bytes(scratch(plan, tiles, n)) for n in (1, 2))
+    assert joint - alone == 64 * 64 * 2
 
 
 @pytest.mark.parametrize("card", CARDS)

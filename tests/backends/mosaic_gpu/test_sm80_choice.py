@@ -54,7 +54,7 @@ TILES = {
     # compute capability and head dim: way of copying, tile and stages of the forward pass, CTAs on an SM, backward tiles
     ("8.0", 64): ("cp.async", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 64, dK/dV 32 x 128"),
     ("8.0", 128): ("cp.async", "128 x 64, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
-    ("8.0", 256): ("cp.async", "128 x 64, 1 stage, one CTA on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
+    ("8.0", 256): ("cp.async", "128 x 64, 1 stage, one CTA on an SM", "dQ 64 x 64, dK/dV 64 x 64"),
     ("8.9", 64): ("cp.async", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 64, dK/dV 64 x 128"),
     ("8.9", 128): ("cp.async", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
     ("8.9", 256): ("cp.async", "128 x 32, 1 stage, one CTA on an SM", "dQ 64 x 16, dK/dV 16 x 64"),
