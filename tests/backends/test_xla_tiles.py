@@ -161,6 +161,15 @@ def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
     assert makers <= {"parameter", "get-tuple-element"}, makers
 
 
+def test_a_visit_of_all_keys_widens_the_cache_of_one_request() -> None:
+    """A tile row of one visit has no loop, and the loop over requests must not widen the caches of all of them before it starts."""
+    token, cache = jax.ShapeDtypeStruct((32, 1, 4, 16), "bfloat16"), jax.ShapeDtypeStruct((32, 512, 2, 16), "bfloat16")
+    step = lambda q, k, v: flexjax.flex_attention(q, k, v, implementation="xla")
+    compiled = jax.jit(step).lower(token, cache, cache).compile()
+    widened = 4 * math.prod(cache.shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < widened / 2
+
+
 def test_bits_of_a_row_do_not_depend_on_the_batch() -> None:
     """Eight tiles of keys, and one of what is left, of which a larger batch once took fewer at a time."""
     rng = np.random.default_rng(5)
@@ -210,11 +219,19 @@ def test_lengths_end_anywhere_in_a_visit(mask: str, dtype: str, size: int) -> No
         np.testing.assert_array_equal(np.asarray(alone[0], np.float32), together[entry])
 
 
-@pytest.mark.parametrize(("mask", "sizes"), [("plain", (512, 2, 1)), ("causal", (128, 8, 4))])
-def test_visits_that_a_length_may_cut_have_half_of_the_keys(mask: str, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("mask", "dtype", "sizes"),
+    [
+        ("plain", "float32", (512, 2, 1)),
+        ("causal", "float32", (128, 8, 4)),
+        ("plain", "bfloat16", (512, 8, 1)),
+        ("causal", "bfloat16", (128, 8, 4)),
+    ],
+)
+def test_visits_that_a_length_may_cut_have_at_most_512_keys(mask: str, dtype: str, sizes: tuple[int, int, int]) -> None:
     """(block_kv, chunk, tail), whatever the batch is; a request of an eighth of 4096 keys then computes no key that it lacks."""
     for batch in (1, 4):
-        q, k = jnp.zeros((batch, 1, 8, 64)), jnp.zeros((batch, 4096, 2, 64))
+        q, k = jnp.zeros((batch, 1, 8, 64), dtype), jnp.zeros((batch, 4096, 2, 64), dtype)
         options: Any = DEFAULTS | {"mask_mod": MASKS[mask], "key_value_seq_lengths": array([512] * batch)}
         made = choose_tile_sizes(prepare(q, k, k, **options).plan, CPU)
         assert (made.block_kv, made.chunk, made.tail) == sizes

@@ -28,6 +28,9 @@ SHORT_TAIL = 512
 SHORT_NUMBERS = 1 << 18
 """Float32 numbers of keys and values, and of scores, that a visit of a short call may have beyond the least: 1 MB, which stays in the
 second-level cache."""
+NARROW_VISITS = 4
+"""How many times as many keys as others a visit of a short call without a block mask has for bfloat16 and float16, if no length may
+cut it."""
 ACCELERATOR_TILE = 1 << 27
 """Scores of a tile on other platforms: 512 MB in float32."""
 ROW_STEPS = 4
@@ -106,7 +109,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of `short_keys` keys (whole mask
     blocks under a block mask), whatever the batch and the lists of others are. Tiles that key lengths, or a block mask, may cut have
     at most SHORT_TAIL keys, or one block if a block is larger: `tail` mask blocks, or, without a block mask, one of the `chunk`
-    blocks of a larger tile.
+    blocks of a larger tile. For bfloat16 and float16 and without a block mask, `chunk` is then NARROW_VISITS times as large, at most
+    all whole blocks.
 
     With keys in pages a tile has one batch entry, and key blocks are whole pages or whole parts of one. The size of a tile then
     does not depend on how many entries, pages and keys there are, so that the bits of a request do not depend on the other
@@ -134,6 +138,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
             block_kv = whole_pages(plan.page, asked_kv or DENSE_KEYS)
         if short and block_kv > SHORT_TAIL and block_kv % SHORT_TAIL == 0:
             block_kv, chunk = SHORT_TAIL, block_kv // SHORT_TAIL
+        if short and asked_kv is None and plan.dtype in ("bfloat16", "float16"):
+            chunk = min(NARROW_VISITS * chunk, max(1, plan.kv_len // block_kv))
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:

@@ -211,11 +211,11 @@ class TiledOperands:
         s, heads, blocks = self.sizes, self.key_heads_axis, visit.blocks
         if isinstance(x, Pool):
             assert self.pages is not None
-            tokens, blocks = self.pinned(x.tokens, blocks)
+            tokens, blocks, row = self.pinned(x.tokens, blocks, row)
             pool = x._replace(tokens=tokens)
             found = self.pages.take(pool, self.key_group(tokens.shape[2], row), row.b0, blocks, self.operand_dtype)
             return self._existing_columns(found, row, visit)
-        x, blocks = self.pinned(x, blocks)
+        x, blocks, row = self.pinned(x, blocks, row)
         m0, nm = self.key_group(x.shape[heads], row)
 
         adjacent = 1 if self.plan.blocks is not None else blocks.shape[0]
@@ -244,17 +244,19 @@ class TiledOperands:
         parts = [part(blocks[j] * s.block_kv) for j in range(0, blocks.shape[0], adjacent)]
         return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
 
-    def pinned(self, x: Array, blocks: Array) -> tuple[Array, Array]:
-        """(x, blocks), behind one optimization barrier if `x` is a cache of floats of less than 32 bits that the loop over
-        visits reads in place on a CPU; as they are otherwise.
+    def pinned(self, x: Array, blocks: Array, row: TileRow) -> tuple[Array, Array, TileRow]:
+        """(x, blocks, row). If `x` is a cache of floats of less than 32 bits that the loop over visits reads in place on a CPU, x, the
+        numbers of the blocks and the batch entry of the tile row are behind one optimization barrier.
 
         XLA has no slices of such arrays on a CPU: it converts the array to float32 and slices that. Without the barrier
-        it converts the whole cache once before the loop, in each step of decoding. The numbers of the blocks change
-        from visit to visit, so behind a barrier with them x cannot be converted before the loop.
+        it converts the whole cache once before the loop, in each step of decoding. The numbers of the blocks change from visit to visit,
+        and batch entries from tile row to tile row, so behind a barrier with them x cannot be converted before either loop.
+        A tile row of one visit has no loop of its own.
         """
         if not (self.widens_slices and (self.in_place or self.pages) and _is_narrow(x)):
-            return x, blocks
-        return lax.optimization_barrier((x, blocks))
+            return x, blocks, row
+        x, blocks, b0 = lax.optimization_barrier((x, blocks, row.b0))
+        return x, blocks, row._replace(b0=b0)
 
     def _existing_columns(self, found: Array, row: TileRow, visit: BlockVisit) -> Array:
         """`found`, the keys or values of a visit [batch, key heads, keys, D], with 0 for keys that do not exist; `found` itself
