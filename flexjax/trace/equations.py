@@ -63,6 +63,11 @@ def aval_of(var: object) -> Typed:
     return cast(Variable, var).aval
 
 
+def is_float0(var: object) -> bool:
+    """Whether `var`, a variable or literal of a jaxpr, has dtype float0, as tangents of integers and bools have."""
+    return getattr(aval_of(var), "dtype", None) == jax.dtypes.float0
+
+
 def equation_function(
     eqn: Equation, closed_over: Mapping[int, jax.Array] | None = None
 ) -> Callable[..., list[jax.Array]]:

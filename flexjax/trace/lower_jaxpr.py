@@ -33,6 +33,7 @@ from flexjax.trace.equations import (
     equation_function,
     has_jaxpr,
     inner_jaxpr,
+    is_float0,
     is_jnp_function,
     refuse_symbolic_shape,
     varying_axes,
@@ -61,6 +62,7 @@ from flexjax.trace.values import (
     is_known,
     is_lazy,
     map_elements,
+    no_tangent,
     scalar,
     settled,
 )
@@ -108,6 +110,9 @@ class Lowering:
         jaxpr          the jaxpr, whose equations are translated in order; its scalar literals become literals of the
                        program, its literal arrays known values
         consts, args   the values of its constants and of its inputs
+
+        Variables and literals of dtype float0, the tangents of integers, have no value: they become False, and equations that
+        compute them are left out.
         """
         env: dict[object, Value] = {}
 
@@ -116,6 +121,8 @@ class Lowering:
             value.
             """
             if isinstance(var, jex_core.Literal):
+                if is_float0(var):
+                    return no_tangent(aval_of(var).shape)
                 if np.ndim(var.val) == 0:
                     return scalar(literal(var.val, aval_of(var).dtype))
                 return var.val if isinstance(var.val, jax.Array) else as_operand(np.asarray(var.val))
@@ -124,6 +131,9 @@ class Lowering:
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in cast(Sequence[Equation], jaxpr.eqns):
+            if eqn.outvars and all(map(is_float0, eqn.outvars)):
+                env.update((v, no_tangent(aval_of(v).shape)) for v in eqn.outvars)
+                continue
             outs = self.equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]

@@ -173,6 +173,8 @@ def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array,
 
     lowering   the translation; steps that the result does not need are left out, captured arrays that no step reads are
                dropped, and the others are renumbered
+
+    Raises IllegalProgram if the program breaks a rule of ir/verify.py, which is a mistake of the compiler and not of the user.
     """
     program = lowering.builder.finish([result])
     check(program)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from flexjax.errors import ModError
 from flexjax.ir.builder import literal
-from flexjax.ir.program import Atom
+from flexjax.ir.program import Atom, Lit
 
 MAX_ELEMENTS = 1024
 """Largest small array that is unrolled into scalars."""
@@ -120,6 +120,11 @@ def literal_index(place: Sequence[int]) -> Index:
 def scalar(atom: Atom) -> np.ndarray:
     """The atom as an array of atoms of shape ()."""
     return object_array([atom]).reshape(())
+
+
+def no_tangent(shape: Sequence[int]) -> np.ndarray:
+    """The array of atoms of `shape` that stands for an array of dtype float0: False everywhere, because float0 has no numbers."""
+    return np.full(shape, Lit(False, "bool"), object)
 
 
 def object_array(atoms: Sequence[Atom]) -> np.ndarray:

@@ -65,6 +65,8 @@ MODS = {
     ),
     "one weight for a row": (lambda r, w: lambda s, b, h, q, k: s + (r[q] * w)[k % 3], (NORMAL(9, 3), NORMAL(1))),
     "softmax of a row": (lambda r: lambda s, b, h, q, k: s * jax.nn.softmax(r[q])[k % 3], (NORMAL(9, 3),)),
+    "fractions of a row": (lambda r: lambda s, b, h, q, k: s + jnp.frexp(r[q])[0].sum() * r[k, 0], (POSITIVE(9, 3),)),
+    "exponents of a row": (lambda r: lambda s, b, h, q, k: s * r[k, 0] * jnp.frexp(r[q])[1].sum(), (POSITIVE(9, 3),)),
     "loop": (lambda r: lambda s, b, h, q, k: lax.fori_loop(0, 4, lambda i, x: x * r[q], s), (NORMAL(9),)),
     "branch": (lambda r: lambda s, b, h, q, k: lax.cond(q > k, lambda: s * r[q], lambda: s + r[k] ** 2), (NORMAL(9),)),
     "branch undefined elsewhere": (
