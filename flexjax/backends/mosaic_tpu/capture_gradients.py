@@ -57,6 +57,7 @@ def gather_gradients(
 
     An array that several loads read gets the sum of their gradients; one that no load reads gets zeros.
 
+    derivative         program of score_mod's derivatives; None without one, and then `sums` is {}
     captures, wanted   the captured arrays of score_mod; for each, whether its gradient is wanted
     sums               {n: what the kernels summed of the cotangents of what load n of derivative.gradients reads}, float32. By
                        load class: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending q -

@@ -63,13 +63,16 @@ class MosaicTpuBackend:
         tiles first.
 
         The n-th forward tile comes with the n-th backward tile, or the last one where these are fewer; backward tiles beyond the
-        number of forward tiles are left out.
+        number of forward tiles are left out. If no backward tile fits, the dicts have the sizes of the forward pass alone; if no
+        forward tile fits, the list is empty. Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
         """
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         chip = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, chip)
         backward_tiles = vmem.backward_candidates(plan, chip, plan.score)
         sizes = list(dict.fromkeys((f.q, f.kv) for f in forward_tiles))  # they may differ in their strips alone
+        if not backward_tiles:
+            return [{"block_q": q, "block_kv": kv} for q, kv in sizes]
         pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(sizes)]
         return [{"block_q": q, "block_kv": kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for (q, kv), b in pairs]
 

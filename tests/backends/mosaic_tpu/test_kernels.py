@@ -168,6 +168,17 @@ def test_every_candidate_fits(chip: str, dim: int):
     assert all(vmem.forward_bytes(plan, t) <= facts.budget for t in vmem.forward_candidates(plan, facts))
 
 
+def test_candidates_without_a_backward_tile(monkeypatch: pytest.MonkeyPatch):
+    """The tiles of the forward pass can be measured where no backward tile fits; without a forward tile there is none to measure."""
+    plan = plans.problem_of(CASES["plain"], "bfloat16").plan
+    monkeypatch.setattr(vmem, "backward_candidates", lambda *_: [])
+    found = BACKEND.tile_candidates(plan, Target("tpu", "TPU v5e"))
+    assert found
+    assert all(set(sizes) == {"block_q", "block_kv"} for sizes in found)
+    monkeypatch.setattr(vmem, "forward_candidates", lambda *_: [])
+    assert BACKEND.tile_candidates(plan, Target("tpu", "TPU v5e")) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [(20, 36), "lists"], ids=str)
 def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
