@@ -51,6 +51,23 @@ def test_attention_weights_refuse_a_huge_matrix():
         flexjax.attention_weights(big, big)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Q[0], K, "BTNH"), "`query` is of shape (12, 4, 8); expected 4 dims, [B, T, N, D]. Add a batch axis with x[None] or use jax.vmap."),
+        ((Q, K[0, 0], "BNTH"), "`key` is of shape (2, 8); expected 4 dims, [B, M, S, D]. Add a batch axis with x[None] or use jax.vmap."),
+        ((Q[None], K, "BTNH"), "`query` is of shape (1, 2, 12, 4, 8); expected 4 dims, [B, T, N, D]. Map over its first axes with jax.vmap."),
+        ((Q, 2.0, "BTNH"), "`key` is a float; expected an array. Pass a jax.Array or a numpy array."),
+        ((Q, K, "TBNH"), "`layout` is 'TBNH'; expected 'BTNH' or 'BNTH'. BTNH is [batch, tokens, heads, dim]."),
+    ],
+    ids=["query", "key", "many dims", "no array", "layout"],
+)  # fmt: skip
+def test_attention_weights_name_a_wrong_argument(arguments: tuple[jax.Array, object, str], message: str):
+    query, key, layout = arguments
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        flexjax.attention_weights(query, key, layout=layout)
+
+
 def test_scores_are_grey_where_masked():
     captured = np.linspace(0, 1, 12, dtype=np.float32)  # a numpy array, indexed by a tracer
     score_mod = lambda s, b, h, q, kv: s * 2 + captured[kv]
