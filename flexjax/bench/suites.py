@@ -6,6 +6,8 @@ numpy, JAX and torch can evaluate. A peer is an implementation that is timed. A 
 """
 
 import dataclasses
+import math
+import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
@@ -34,8 +36,8 @@ class Workload:
     """Self-attention of one shape under one mask.
 
     name                          for tables
-    mask, parameter               name in `MASKS`, and its parameter: window width, number of documents, length of the prefix, 0 where it
-                                  has none
+    mask, parameter               name in `MASKS`, and its parameter: window width, number of documents, length of the prefix, side of the
+                                  neighbourhood, 0 where it has none
     length                        number of queries and of keys
     batch, heads, kv_heads, dim   batch size, query heads, key heads, head dim
     dtype                         dtype name of q, k, v and the output
@@ -140,12 +142,39 @@ def _documents(problem: Workload) -> Allowed:
     return allowed
 
 
+def _canvas(problem: Workload) -> Allowed:
+    """The mask of `natten_2d` on a square canvas of `problem.length` points, laid out row by row: a neighbourhood of `problem.parameter` by
+    as many points.
+    """
+    side, size = math.isqrt(problem.length), problem.parameter
+
+    def allowed(q: "Value", kv: "Value") -> "Value":
+        """Whether the key's point is in the neighbourhood of the query's point, by `natten_2d` for jax arrays."""
+        if not isinstance(q, np.ndarray):
+            from flexjax import masks
+
+            return masks.natten_2d((side, side), (size, size))(0, 0, q, kv)  # type: ignore[arg-type]
+        return neighbours(q // side, kv // side, side, size) & neighbours(q % side, kv % side, side, size)
+
+    return allowed
+
+
+def neighbours(q: typing.Any, kv: typing.Any, side: int, size: int) -> typing.Any:
+    """Whether the point kv of a line of `side` points is one of the `size` points around q, which stop moving at the ends of the line. For
+    integers and arrays of numpy and torch.
+    """
+    first = q - size // 2
+    return ((kv >= side - size) | (kv >= first)) & ((kv < size) | (kv < first + size))
+
+
 MASKS: dict[str, Callable[[Workload], Allowed]] = {  # from the workload, whose `parameter` they read, to the mask
     "full": lambda p: lambda q, kv: (q >= 0) & (kv >= 0),
     "causal": lambda p: lambda q, kv: q >= kv,
     "window": lambda p: lambda q, kv: (q >= kv) & (q - kv < p.parameter),
     "documents": _documents,
     "prefix": lambda p: lambda q, kv: (q >= kv) | (kv < p.parameter),
+    "dilated": lambda p: lambda q, kv: (q >= kv) & (q - kv < p.parameter) & ((q - kv) % 4 == 0),
+    "canvas": _canvas,
 }
 
 
@@ -257,6 +286,8 @@ SUITES: dict[str, tuple[Workload, ...]] = {
         ),
         _gpu("causal d128, 1 x 32768", "causal", 0, 32768, 8, 8, 128, batch=1),
         _gpu("prefix 1024 d128", "prefix", 1024, 8192, 16, 16, 128),
+        _gpu("every 4th of 2048 d128", "dilated", 2048, 16384, 16, 16, 128),
+        _gpu("13 x 13 on 64 x 64 d128", "canvas", 13, 4096, 16, 16, 128, batch=8),
         _gpu("ALiBi causal d128", "causal", 0, 8192, 16, 16, 128, mod="alibi"),
         _gpu("soft cap causal d128", "causal", 0, 8192, 16, 16, 128, mod="softcap"),
         _gpu("relative bias causal d64", "causal", 0, 8192, 16, 16, 64, mod="relative"),

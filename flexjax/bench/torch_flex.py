@@ -6,6 +6,7 @@ device.py calls `facts` once and `measure` for each workload.
 # pyright: reportMissingImports=false
 # peers are optional: they are measured where they are installed
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flexjax.bench.inputs import alone, random_arrays, sample_rows
-from flexjax.bench.suites import MODS, Workload, document_ids
+from flexjax.bench.suites import MODS, Workload, document_ids, neighbours
 
 
 def facts() -> dict[str, str]:
@@ -180,7 +181,7 @@ def _mask(problem: Workload, device: str) -> Any:
 
     device   torch's name of the device on which the mask keeps the document of each token
     """
-    n = problem.parameter
+    n, side = problem.parameter, math.isqrt(problem.length)
     if problem.mask == "documents":
         import torch
 
@@ -191,6 +192,10 @@ def _mask(problem: Workload, device: str) -> Any:
         "causal": lambda b, h, q, kv: q >= kv,
         "window": lambda b, h, q, kv: (q >= kv) & (q - kv < n),
         "prefix": lambda b, h, q, kv: (q >= kv) | (kv < n),
+        "dilated": lambda b, h, q, kv: (q >= kv) & (q - kv < n) & ((q - kv) % 4 == 0),
+        "canvas": lambda b, h, q, kv: (
+            neighbours(q // side, kv // side, side, n) & neighbours(q % side, kv % side, side, n)
+        ),
     }[problem.mask]
 
 

@@ -27,6 +27,15 @@ def test_visited_pairs(mask: str, parameter: int, pairs: int):
     assert suites.Workload("x", mask, parameter, 50).visited() == pairs
 
 
+@pytest.mark.parametrize("size", [4, 5])
+def test_the_two_definitions_of_a_canvas_agree(size: int):
+    allowed = suites.Workload("canvas", "canvas", size, 81).allowed()
+    q, kv = np.arange(81)[:, None], np.arange(81)[None]
+    by_numpy = allowed(q, kv)
+    assert np.array_equal(by_numpy, allowed(jnp.asarray(q), jnp.asarray(kv)))
+    assert (by_numpy.sum(1) == size * size).all()
+
+
 def test_flops_count_kept_pairs_only():
     problem = suites.Workload("x", "causal", 0, 10, batch=2, heads=3, dim=7)
     assert problem.flops("forward") == 4 * 2 * 3 * 7 * 55
