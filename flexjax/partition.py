@@ -113,7 +113,7 @@ def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
 
 
 def _primes(number: int) -> Iterator[int]:
-    """The prime factors of the number, ascending, each as often as it divides the number."""
+    """The prime factors of the number, ascending, each as often as it divides the number; none of a number below 2."""
     factor = 2
     while number > 1:
         while number % factor == 0:

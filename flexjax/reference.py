@@ -221,6 +221,9 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, inde
 def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
     """scores - top, but exactly 0 where they are equal, because a compiler may subtract from a score that it did not round.
 
+    scores   [B, N, T, S] of a floating dtype, -inf where masked
+    top      [B, N, T, 1] in that dtype, finite: what each row is shifted by
+
     Its derivative is that of scores - top.
     """
     return jnp.where(scores == top, 0.0, scores - top)

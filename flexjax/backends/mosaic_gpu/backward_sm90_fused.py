@@ -443,8 +443,8 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits of the CTA, which add to the accumulators; returns (dK times scale, dV) of this
-            warpgroup's keys, [ROWS, D] and [ROWS, E] float32.
+            """Makes all visits of the CTA, which add to the accumulators; returns (dK times scale, dV) of the keys of this
+            warpgroup, [ROWS, D] and [ROWS, E] float32: ROWS (64) of the key tile's FUSED_KEYS keys, from key `kv0` on.
 
             dk_acc, dv_acc   accumulators of dK without scale and of dV, 0 at the start
 

@@ -64,7 +64,9 @@ class Probabilities(typing.NamedTuple):
     rounded: jax.Array | None = None
 
     def weights(self) -> jax.Array:
-        """What multiplies V in the forward pass: p times the dropout multiplier, in the shape of the tile."""
+        """What multiplies V in the forward pass: p times the dropout multiplier, or p without dropout (`dropout` None), in the shape
+        and dtype of p. It is not rounded; `rounded` has the rounded numbers, where there are any.
+        """
         return self.p if self.dropout is None else self.p * self.dropout
 
     def factor(self) -> jax.Array:

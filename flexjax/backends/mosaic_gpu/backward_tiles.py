@@ -60,8 +60,8 @@ def padded_dims(plan: KernelPlan) -> tuple[int, int]:
 
 
 def swizzle_for(visited: int) -> int:
-    """Bytes over which the tiles of operands are swizzled, at most 128. The dimension that WGMMA contracts must be a
-    multiple of that many bytes.
+    """Bytes over which the tiles of operands are swizzled: those of the dimension that WGMMA contracts, 2 * visited, at most 128. That
+    dimension must be a multiple of the result.
 
     visited   tokens of a visited tile, of 2-byte elements
     """

@@ -62,7 +62,8 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
         self.copies.sync()  # all threads have read the sums before any of them writes those of the next item
 
     def _byte_steps(self, item: DecodeItem, programs: Programs, start: Sums) -> Sums:
-        """Begins the copies of an item that has steps, and runs every step; returns (O^T, state of each warp's softmax) after the last.
+        """Begins the copies of an item, and runs every step; returns (O^T, state of each warp's softmax) after the last. For an item
+        without steps no keys and values are copied, and `start` is returned.
 
         programs   of `at_item`
         start      the sums and the state before the first step

@@ -97,8 +97,11 @@ def splat(value: jax.typing.ArrayLike, kind: str, shape: tuple[int, ...], interp
 
 
 def broadcast_vector(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
-    """The tile of `shape` [rows, columns] whose every column is `value` (`kind` "row") or whose every row is `value`
-    ("column").
+    """A tile whose every column is a row vector, or whose every row is a column vector; in the dtype of the vector.
+
+    value   row vector [rows] or column vector [columns] of any dtype
+    kind    which of the two it is, "row" or "column"
+    shape   of the tile, (rows, columns)
     """
     return lax.broadcast_in_dim(value, shape, (0,) if kind == "row" else (1,))
 

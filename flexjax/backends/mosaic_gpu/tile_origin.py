@@ -54,7 +54,12 @@ class TileOrigin:
 
 
 class Place(typing.NamedTuple):
-    """Where tiles lie: numbers of the batch entry and of the query head, and the origin of the call, None without one."""
+    """Where tiles lie.
+
+    batch    number of the batch entry
+    head     number of the query head; in decode kernels, whose rows are the packed query heads of one key head, of that key head
+    origin   the origin of the call, None without one
+    """
 
     batch: jax.typing.ArrayLike
     head: jax.typing.ArrayLike

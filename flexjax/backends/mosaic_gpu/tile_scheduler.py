@@ -102,7 +102,9 @@ class ScheduledTile(typing.Protocol):
 
     @property
     def programs(self) -> int:
-        """The most CTAs of the grid where `persistent` or `dynamic_scheduler`."""
+        """The most CTAs of the grid where `persistent` or `dynamic_scheduler`. Not read in other grids, which have a CTA for each query
+        tile.
+        """
         ...
 
 
