@@ -335,7 +335,7 @@ def _residues(mask: BlockMask | None, score: TracedMod | None) -> Residues | Non
     mask    of the call; not split without one, and with lists of the user or traced lists, whose blocks are not counted
     score   the traced score_mod of the call; None without one
     """
-    if mask is None or mask.program is None or mask.from_user_lists or mask.on_host is None:
+    if mask is None or mask.program is None or mask.from_user_lists or mask.on_host is None or not mask.as_made:
         return None
     num, _, full_num, _ = mask.on_host
     visited = (num.sum() + full_num.sum()) * math.prod(mask.block_size) / max(1, math.prod(num.shape[:2]))

@@ -99,6 +99,14 @@ def test_lists_of_the_user_stay_whole() -> None:
     assert call(block_mask=lists).plan.residues is None
 
 
+def test_replaced_lists_stay_whole() -> None:
+    """A split call would visit the blocks of the mask again that the user took off."""
+    mask = flexjax.create_block_mask(masks.dilated_window(64, 4), None, None, 2048, 2048)
+    fewer = dataclasses.replace(mask, kv_num_blocks=jnp.minimum(mask.kv_num_blocks, 1))
+    assert call((2048, 2048), block_mask=mask).plan.residues is not None
+    assert call((2048, 2048), block_mask=fewer).plan.residues is None
+
+
 def dense(plan: KernelPlan) -> np.ndarray:
     """The class of each block of a plan whose mask does not depend on the head, evaluated entry by entry."""
     assert plan.mask is not None

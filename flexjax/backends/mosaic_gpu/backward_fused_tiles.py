@@ -34,7 +34,8 @@ class FusedTiles(typing.NamedTuple):
     queries                            of a visited tile
     query_slots, out_slots, dq_slots   ring depths of Q, dO and finished dQ tiles
     head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    heads                              key heads side by side in launch order where additions to dQ are in any order; 0: by `head_major`
+    heads                              key heads side by side in launch order where additions to dQ are in any order, the longest key
+                                       tiles of all of them first; 0: by `head_major`
     dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
                                        one visit later (`backward_sm90_fused._FusedSetup.dq_is_late`)
     """
@@ -145,26 +146,27 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
         if options.block_q_bwd not in (None, queries) or (blocks is not None and blocks.block_q % queries):
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
-            tiles = FusedTiles(queries, *slots, head_major=plan.group == 1)
-            tiles = tiles._replace(**_untimed_fields(plan, queries))
+            tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
+            tiles = tiles._replace(dq_first=_dq_first(plan, queries))
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
 
 
-def _untimed_fields(plan: KernelPlan, queries: int) -> dict[str, typing.Any]:
-    """The fields of FusedTiles that untimed choices (untimed.py) set, by name, for tiles of `queries` queries; {} where all are off.
-
-    dq_first   True with the choice `backward_dq_first`, for tiles of 128 queries without score_mod and dropout
-    heads      `dq_order.heads_side_by_side` with the choice `backward_heads`, if each query head has a key head of its own
+def _heads_side_by_side(plan: KernelPlan) -> int:
+    """`FusedTiles.heads`: `dq_order.heads_side_by_side` for full and causal-like masks where each query head has a key head of its own, else
+    0. Documents are 15% slower with several heads side by side, because their key tiles take all of the L2 cache.
     """
-    choices, plain = untimed.choices(), plan.score is None and plan.dropout is None
-    fields: dict[str, typing.Any] = {}
-    if choices.backward_dq_first and queries == GROUPS * ROWS and plain:
-        fields["dq_first"] = True
-    if choices.backward_heads and plan.group == 1:
-        fields["heads"] = dq_order.heads_side_by_side(plan)
-    return fields
+    even = dq_order.is_full(plan) or dq_order.is_triangle(plan)
+    return dq_order.heads_side_by_side(plan) if even and plan.group == 1 else 0
+
+
+def _dq_first(plan: KernelPlan, queries: int) -> bool:
+    """`FusedTiles.dq_first`, for tiles of `queries` queries: with the untimed choice `backward_dq_first` (untimed.py), for tiles of 128
+    queries without score_mod and dropout.
+    """
+    plain = plan.score is None and plan.dropout is None
+    return untimed.choices().backward_dq_first and queries == GROUPS * ROWS and plain
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:

@@ -48,7 +48,7 @@ from flexjax.backends.mosaic_gpu import (
     dq_order,
     forward_tiles,
     sm100_support,
-    untimed,
+    three_groups,
 )
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
@@ -225,13 +225,8 @@ def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
 
 
 def forward_blocks(plan: KernelPlan) -> tuple[int, int] | None:
-    """(queries, keys) of the mask blocks that the forward kernel visits instead of the mask's own; None for those of the mask. Always
-    None unless an untimed choice is on (untimed.py).
-    """
-    small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= 64
-    if not small or not untimed.three_groups_under_mask(plan):
-        return None
-    return untimed.THREE_GROUPS_BLOCK if forward_tiles.three_groups_are_faster(plan, 64, None) else None
+    """(queries, keys) of the mask blocks that the forward kernel visits instead of the mask's own; None for those of the mask."""
+    return three_groups.mask_blocks(plan)
 
 
 # ------------------------------------------------------------------- backward

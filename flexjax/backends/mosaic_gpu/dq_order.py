@@ -22,8 +22,8 @@ GPU, so the bits are the same on every GPU:
     sums      partial dQ sums of a head: rank r adds to sum r % sums, and the sums are added up at the end
     downward  if True, queries are walked from the last to the first, and key tile 0 has rank 0. Under a causal mask the
               CTAs with the most work then start first, and no long CTA runs alone at the end. If False, queries are
-              walked from the first to the last, and the last key tile has rank 0. Under a window mask or a document
-              mask a CTA then begins at query tiles to which no lower rank adds
+              walked from the first to the last, and the last key tile has rank 0. Under a window mask, a document mask, or a
+              causal mask with many CTAs, a CTA then begins at query tiles to which no lower rank adds
 
 FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers
 below are from an event simulation and from measurements, see LOG_backward.md.
@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.analysis import patterns
-from flexjax.backends.mosaic_gpu import untimed
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.block_mask.host_or_program import module_of
 from flexjax.plan.kernel_plan import KernelPlan
@@ -50,7 +49,7 @@ HEADS, L2_BYTES = 8, 40e6
 heads are 3% slower than 4.
 """
 MOST_UPWARD_DELAY = 0.1
-"""The modelled delay up to which an upward order is taken under a causal-like mask, where the untimed choice asks for it."""
+"""The modelled delay up to which an upward order is taken under a causal-like mask whose query tiles are as long as its key tiles."""
 MOST_SUMS = 8
 """The most partial dQ sums of a head."""
 
@@ -92,9 +91,9 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
     For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay (of equal delays,
-    the smallest number); the untimed choice `backward_upward` (untimed.py) takes `_upward_order` for causal-like masks instead, where its
-    delay is at most MOST_UPWARD_DELAY and query tiles are at least as long as key tiles. Any other mask has unknown density: upward, one
-    sum, and the delay is not modelled (0). The heads side by side are `heads_side_by_side` in each case.
+    the smallest number); for causal-like masks it is `_upward_order` where that has a delay of at most MOST_UPWARD_DELAY, query tiles are at
+    least as long as key tiles, and there is neither score_mod nor dropout, so that dQ can be late (backward_sm90_fused.py). Any other mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads
+    side by side are `heads_side_by_side` in each case.
     """
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
@@ -102,7 +101,7 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
     best = min(made, key=lambda order: order.delay)
     tall = plan.q_len * kv_tiles >= plan.kv_len * q_tiles  # a query tile has as many tokens as a key tile, or more
-    if untimed.choices().backward_upward and is_triangle(plan) and tall:
+    if is_triangle(plan) and tall and plan.score is None and plan.dropout is None:
         upward = _upward_order(plan, q_tiles, kv_tiles, heads)
         best = upward if upward.delay <= MOST_UPWARD_DELAY else best
     return best

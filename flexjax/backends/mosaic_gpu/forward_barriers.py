@@ -91,16 +91,15 @@ class SlotBarriers:
 
 @dataclasses.dataclass(frozen=True)
 class PingPong:
-    """Two consumer warpgroups that issue WGMMAs alternately, or three in turns. A *turn* is the time in which one of them may issue
-    WGMMAs. Warpgroup g waits at barrier g for its turn, and ends its turn by signalling the barrier of the next, (g + 1) modulo
-    their number. Three do so only where the softmax overlaps P V.
+    """Two consumer warpgroups that issue WGMMAs alternately. A *turn* is the time in which one of them may issue WGMMAs.
+    Warpgroup g waits at barrier g for its turn, and ends its turn by signalling barrier 1 - g.
 
     Where the softmax overlaps P V (`ForwardTile.overlap`) both wait as often as they signal, and alternate strictly
     from the first query tile to the last. Otherwise a turn begins at P V and ends after the next Q K^T, so each query
     tile begins with a turn of warpgroup 0. A third barrier (number 2) then keeps warpgroup 0 from signalling for the
     next query tile before warpgroup 1 has waited for its last turn in this one.
 
-    In its methods `group` is the number of the calling warpgroup, from 0. They do nothing where `active` is false.
+    In its methods `group` is the number of the calling warpgroup, 0 or 1. They do nothing where `active` is false.
 
     tile        the kernel's configuration
     interpret   whether the kernel runs in the simulator
@@ -119,23 +118,21 @@ class PingPong:
         return self.tile.named_barriers["ping_pong"].start + which
 
     def signal(self, group: Scalar | int) -> None:
-        """Ends the turn of warpgroup `group`: arrives at the barrier at which the next one waits. It does not wait."""
+        """Ends the turn of warpgroup `group`: arrives at the barrier at which the other one waits. It does not wait."""
         if self.active:
-            following = 1 - group if self.tile.groups == 2 else (group + 1) % self.tile.groups
-            _named_barrier("arrive", self._barrier(following), 2 * WARPGROUP)
+            _named_barrier("arrive", self._barrier(1 - group), 2 * WARPGROUP)
 
     def wait(self, group: Scalar | int) -> None:
-        """Waits until the warpgroup before has ended its turn."""
+        """Waits until the other warpgroup has ended its turn."""
         if self.active:
             _named_barrier("sync", self._barrier(group), 2 * WARPGROUP)
 
     def begin(self, group: Scalar) -> None:
-        """Before the CTA's first query tile, in every consumer: gives warpgroup 0 the first turn, by a signal of the last warpgroup.
+        """Before the CTA's first query tile, in every consumer: gives warpgroup 0 the first turn, by a signal of warpgroup 1.
         Nothing without `overlap`.
         """
         if self.active and self.tile.overlap:
-            last = self.tile.groups - 1
-            when(group == last)(lambda: self.signal(last))
+            when(group == 1)(lambda: self.signal(1))
 
     def begin_tile(self, group: Scalar, first: Scalar) -> None:
         """At the start of a query tile: makes each warpgroup wait until its first turn may begin. Called only without

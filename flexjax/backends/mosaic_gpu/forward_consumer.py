@@ -233,18 +233,15 @@ class QueryTile(QueryRows[ForwardTile]):
         state = setup.softmax.start
         plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(i32(0))])
         step_tile = self.step_tile(self.start(i32(0), Phase.FIRST), Phase.FIRST)
-        turns = setup.tile.turns_at_ends
-        if turns:
-            setup.ping_pong.wait(self.group)
-        s = self._scores_alone(i32(0), turns)
+        setup.ping_pong.wait(self.group)
+        s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
         s = self.partial_sums.total(s, 0)
         p, _, state = self._softmax_with_staged(s, i32(0), step_tile, Phase.FIRST, state)
         out, weights, state = self._loops(self._staggered_step, 1, (out, self._weights(p), state))
         position = self._release_queries()
-        out = self._add_values(out, weights, item.total - 1, turns)
-        if turns:
-            setup.ping_pong.signal(self.group)
+        out = self._add_values(out, weights, item.total - 1)
+        setup.ping_pong.signal(self.group)
         return out, state, position
 
     def _loops(self, step: Callable[..., tuple], begin: int, carry: tuple) -> tuple:
@@ -372,21 +369,18 @@ class QueryTile(QueryRows[ForwardTile]):
         elif not self.setup.tile.prefetch_key_barrier and not prefetch:
             wait()
 
-    def _scores_alone(self, n: Scalar, turn: bool = True) -> jax.Array:
+    def _scores_alone(self, n: Scalar) -> jax.Array:
         """Computes Q K^T of step n, [rows, block_kv] float32 without scale, and waits until the WGMMAs have completed. No
         other WGMMA of this warpgroup may be in flight.
 
-        turn   whether the warpgroup has the ping-pong turn, which ends here
-
-        The keys of step n must have arrived. Between issuing the WGMMAs and waiting for them, this method ends the turn
+        The keys of step n must have arrived, and the warpgroup must have the ping-pong turn. Between issuing the WGMMAs and waiting for them, this method ends the turn
         and, with `prefetch_key_barrier`, waits for the keys of step n + 1. The caller releases the key slot.
         """
 
         def product(acc: Ref) -> jax.Array:
             """Issues the WGMMAs into the accumulator `acc`, ends the turn, waits for them, and returns `acc`'s value."""
             self._multiply(acc, self._query_operand(), self._transposed_keys(self._key_slot(n)))
-            if turn:
-                self.setup.ping_pong.signal(self.group)
+            self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
             return acc[...]
 
@@ -458,20 +452,18 @@ class QueryTile(QueryRows[ForwardTile]):
         setup.slots.release("staged", scratch.staged_free, slot)
         return score.with_loaded_tile(setup.staged, value)
 
-    def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar, turn: bool = True) -> jax.Array:
+    def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar) -> jax.Array:
         """Computes out + P V of step n, [rows, value dim] float32, and waits until the WGMMAs have completed.
 
         out       [rows, value dim] float32
         weights   the parts of P, each [rows, block_kv]
-        turn      whether it waits for the warpgroup's ping-pong turn, which it does not end
 
-        It waits for the values, and releases the value slot.
+        It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot. It does not end the turn.
         """
         setup, scratch = self.setup, self.scratch
         slot = self._value_slot(n)
         plgpu.barrier_wait(scratch.value_full.at[slot])
-        if turn:
-            setup.ping_pong.wait(self.group)
+        setup.ping_pong.wait(self.group)
         values = slot_parts(scratch.value, slot, setup.tile.parts)
         if setup.interpret:
             for a, b in pairs_of(setup.tile.parts):

@@ -11,12 +11,13 @@ import dataclasses
 import typing
 
 from flexjax.analysis.patterns import divides_tiles
-from flexjax.backends.mosaic_gpu import staging, untimed
+from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
-from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS, utilization
+from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
+from flexjax.backends.mosaic_gpu.three_groups import three_groups_are_faster, under_mask
 from flexjax.plan.kernel_plan import KernelPlan
 
 NAMED_BARRIERS = 16
@@ -40,8 +41,7 @@ class ForwardTile:
     query_slots            slots of the ring of query tiles, 1 or 2; with 2 the queries of the next work item are copied
                            while the consumers compute this one
     out_slots              slots of a warpgroup for parts of its output on their way to global memory
-    ping_pong              two consumer warpgroups alternate, or three take turns: one issues WGMMAs while the others compute their softmax
-    turns_at_ends          with `ping_pong` and `overlap`, the first Q K^T and the last P V of a work item wait for a turn too
+    ping_pong              two consumer warpgroups alternate: one issues WGMMAs while the other computes its softmax
     overlap                the softmax of a step runs while P V of the step before is in flight
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     persistent             a CTA takes a fixed share of all query tiles, the longest first
@@ -80,7 +80,6 @@ class ForwardTile:
     ctas: int = 1
     page_rows: int = 0
     programs: int = REFERENCE_SMS
-    turns_at_ends: bool = True
 
     @property
     def copies(self) -> int:
@@ -252,8 +251,6 @@ ONE_SLOT = (1, 1, 1)
 """The ring of float32 operands whose head dims leave no room for more, tried last."""
 GROUPS = (2, 1, 3)
 """Numbers of consumer warpgroups, the best first; three come first where `three_groups_are_faster`."""
-THREE_GROUPS_SPEED = 1.12
-"""Measured speed of three groups relative to two at head dims up to 64, where both fill the GPU."""
 
 
 def forward_tile(plan: KernelPlan) -> ForwardTile:
@@ -291,10 +288,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
             for stages, value_stages, slots in (*RINGS[size], *((ONE_SLOT,) if parts > 1 else ())):
                 if plan.options.num_stages not in (None, stages):
                     continue
-                ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
+                ring = (stages, value_stages, head_dim, value_dim, slots)
                 tile = ForwardTile(groups, 64, keys, *ring)
                 tile = dataclasses.replace(tile, parts=parts, ctas=ctas, **_pipeline_defaults(plan, size, groups))
-                tile = dataclasses.replace(tile, **untimed.forward_fields(groups, tile.overlap, slots))
                 if ctas > 1:
                     tile = dataclasses.replace(tile, out_slots=1)
                 if stages == 1:
@@ -332,13 +328,13 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     groups   consumer warpgroups
 
     The dynamic scheduler always runs, except where columns are split. At size 64, softmax and P V overlap, with lazy rescaling and
-    prefetched key barriers, only with three groups, without dropout, and without a mask_mod unless `untimed.three_groups_under_mask`; two
+    prefetched key barriers, only with three groups, without dropout, and without a mask_mod unless `three_groups.under_mask`; two
     groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in
     reverse with a score_mod; a static softmax reference (a soft cap) turns off all three.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
-        overlap = groups == 3 and plan.dropout is None and (plan.mask is None or untimed.three_groups_under_mask(plan))
+        overlap = groups == 3 and plan.dropout is None and (plan.mask is None or under_mask(plan))
         return {
             **scheduler,
             "overlap": overlap,
@@ -356,23 +352,6 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
         "prefetch_key_barrier": not static,
         "reverse_kv": plan.score is not None and not static,
     }
-
-
-def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
-    """Whether three consumer warpgroups are expected to beat two, by the model of `utilization`.
-
-    size           a key of RINGS, as for `_pipeline_defaults`
-    staged_dtype   of the array that goes through shared memory; None: none does
-
-    Only at size 64 with whole tiles of 128 keys and nothing staged, never for P in several parts or with dropout, and with a mask_mod
-    only if `untimed.three_groups_under_mask`: 160 registers a thread were too few for a second loop.
-    """
-    if parts_of(plan) > 1:
-        return False
-    masked = plan.mask is not None and not untimed.three_groups_under_mask(plan)
-    if size != 64 or staged_dtype is not None or masked or plan.dropout is not None or plan.kv_len % 128:
-        return False
-    return THREE_GROUPS_SPEED * utilization(plan, 192) > utilization(plan, 128)
 
 
 def _staged_dtype(plan: KernelPlan) -> str | None:

@@ -88,11 +88,8 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "one kernel 64, full": {"dim": 64, "fused": True},
         "one kernel 64, any order": {"dim": 64, "mask": causal, "fused": True, "deterministic": False},
         "one kernel 64, full, any order": {"dim": 64, "fused": True, "deterministic": False},
-        "one kernel 64, upward": {"dim": 64, "mask": causal, "fused": True, "choices": {"backward_upward": True}},
-        "one kernel 64, dQ first": {"dim": 64, "mask": causal, "fused": True, "choices": {"backward_dq_first": True}},
-        "one kernel 64, heads side by side": {
-            "dim": 64, "mask": causal, "fused": True, "deterministic": False, "choices": {"backward_heads": True},
-        },
+        "one kernel 64, downward": {"dim": 64, "mask": causal, "fused": True, "upward": False},
+        "one kernel 64, dQ first": {"dim": 64, "fused": True, "choices": {"backward_dq_first": True}},
         "one kernel 64, odd": {
             "dim": 64, "mask": causal, "q_len": 200, "kv_len": 250, "fused": True, "deterministic": False,
         },
@@ -134,11 +131,10 @@ SPILLS = {
     "gain of each pair": {"flexjax_backward_dkv": 4},
     "gain by a gather": {"flexjax_capture_gradient": 28},
     "one kernel 128, any order": {"flexjax_backward_fused": 16},
-    "one kernel 64": {"flexjax_backward_fused": 64},
-    "one kernel 64, any order": {"flexjax_backward_fused": 36},
-    "one kernel 64, upward": {"flexjax_backward_fused": 52},
+    "one kernel 64": {"flexjax_backward_fused": 52},
+    "one kernel 64, any order": {"flexjax_backward_fused": 44},
+    "one kernel 64, downward": {"flexjax_backward_fused": 64},
     "one kernel 64, dQ first": {"flexjax_backward_fused": 76},
-    "one kernel 64, heads side by side": {"flexjax_backward_fused": 44},
     "one kernel 64, alibi": {"flexjax_backward_fused": 84},
     "one kernel 64, alibi, any order": {"flexjax_backward_fused": 80},
     "one kernel 64, relative table": {"flexjax_backward_fused": 16},
@@ -157,10 +153,10 @@ def compile_cases(names: list[str]) -> None:
     from flexjax.types import KernelOptions
     from tests.cases.on_hopper import backward_problem
 
-    dq_order.MOST_UPWARD_DELAY = 100.0  # also for the small problems of this file
     for name in names:
         case = cases()[name]
         choices = case.pop("choices", {})
+        dq_order.MOST_UPWARD_DELAY = 100.0 if case.pop("upward", True) else 0.0  # small problems are upward, too
         fused, options = (
             case.pop("fused", False),
             KernelOptions(deterministic=case.pop("deterministic", True)),

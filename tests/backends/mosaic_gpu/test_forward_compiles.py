@@ -40,7 +40,7 @@ def cases() -> dict[str, dict[str, typing.Any]]:
     whole, wide = jnp.zeros((1, 2, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
     short = jnp.zeros((2, 200, 256), jnp.bfloat16)
     dynamic = {"dynamic_scheduler": True, "persistent": False}
-    three = {"groups": 3, "ping_pong": False, "overlap": True, "lazy_rescale": True, "query_slots": 1}
+    three = {"groups": 3, "ping_pong": False, "overlap": True, "lazy_rescale": True, "query_slots": 2}
     return {
         "full 128": {"dim": 128},
         "causal 64": {"mask": causal, "dim": 64},
@@ -82,18 +82,12 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "checkerboard": {"dim": 64, "score": checkerboard, "dtype": "float16"},
         "checkerboard under a mask": {"mask": causal, "dim": 128, "score": checkerboard},
         "three groups": {"dim": 64, "tile": three},
-        "three groups in turns, under a mask": {
+        "three groups under a mask": {
             "mask": causal,
             "dim": 64,
             "q_len": 384,
             "block": (192, 128),
-            "tile": {
-                **three,
-                "ping_pong": True,
-                "prefetch_key_barrier": True,
-                "query_slots": 2,
-                "turns_at_ends": False,
-            },
+            "tile": {**three, "prefetch_key_barrier": True},
         },
         "three groups, relative table": {
             "dim": 64,

@@ -125,9 +125,9 @@ FORWARD: dict[str, tuple[KernelPlan, str]] = {
     "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
     "causal 512": (plan(dim=512, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
     "576 with values of 512": (dataclasses.replace(plan(dim=576), value_dim=512), "128x64 slots 2,1,1 overlap"),
-    "full 64": (plan(dim=64), "192x128 slots 2,2,1 overlap"),
+    "full 64": (plan(dim=64), "192x128 slots 2,2,2 overlap"),
     "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
-    "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,1 overlap"),
+    "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,2 overlap"),
     "2048 of 64 heads at 64: tiles of 192 leave the device idle": (
         dataclasses.replace(plan(dim=64), batch=8, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048),
         "128x128 slots 2,2,2 ping-pong",

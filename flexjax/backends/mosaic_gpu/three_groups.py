@@ -1,0 +1,82 @@
+"""When the forward kernel has three consumer warpgroups instead of two, and which mask blocks it then visits.
+
+At head dims up to 64 three consumers with the softmax beside P V compute scores faster than two (SPEED). A tile of 192 queries visits
+more hidden entries at the edges of a mask, so it pays where the visited blocks of 192 queries have hardly more entries than those of 128:
+causal and prefix masks and wide windows, not narrow ones. LOG.md has the measurements.
+
+160 registers a thread hold a second loop, for masked steps, only if the mask captures nothing and nothing else changes scores.
+"""
+
+import functools
+
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.reference_gpu import utilization
+from flexjax.block_mask.classify import BlockedMask, classify_on_host
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.known_lists import MOST_BLOCKS
+from flexjax.trace.lift_numpy import eager_without_mesh
+
+SPEED, SPEED_UNDER_MASK = 1.12, 1.16
+"""Measured speed of three groups relative to two for visited entries, where both fill the GPU, without and with a mask. With one, relative
+times were 0.88 for a causal mask of 8192 tokens (1.03 times the entries), 0.97 for one of 2048 (1.11), 1.00 for a window of 1025 keys (1.12)
+and 1.20 for a window of 256 (1.34)."""
+BLOCK = (192, 128)
+"""(queries, keys) of the mask blocks that three consumer warpgroups visit."""
+
+
+def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
+    """Whether three consumer warpgroups are expected to beat two, by the model of `utilization` and the entries that they visit.
+
+    size           a key of forward_tiles.RINGS: the larger head dim rounded up
+    staged_dtype   of the array that goes through shared memory; None: none does
+
+    Only at size 64 with whole tiles of 128 keys and nothing staged, never for P in several parts or with dropout, and with a mask_mod
+    only `under_mask`.
+    """
+    if parts_of(plan) > 1 or size != 64 or staged_dtype is not None or plan.dropout is not None or plan.kv_len % 128:
+        return False
+    if plan.mask is None:
+        return SPEED * utilization(plan, 192) > utilization(plan, 128)
+    if not under_mask(plan):
+        return False
+    assert plan.blocks is not None
+    heads, lengths = (plan.blocks.batch, plan.blocks.heads), (plan.q_len, plan.kv_len)
+    tall, square = (_visited(BlockedMask(plan.mask, heads, (*lengths, rows, BLOCK[1]))) for rows in (BLOCK[0], 128))
+    if tall is None or square is None:
+        return False
+    return SPEED_UNDER_MASK * square * utilization(plan, 192) > tall * utilization(plan, 128)
+
+
+def mask_blocks(plan: KernelPlan) -> tuple[int, int] | None:
+    """BLOCK where three consumer warpgroups run under the plan's mask_mod, None elsewhere: the kernel then visits the mask's own blocks."""
+    small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= 64
+    if not small or not under_mask(plan):
+        return None
+    return BLOCK if three_groups_are_faster(plan, 64, None) else None
+
+
+def under_mask(plan: KernelPlan) -> bool:
+    """Whether three consumer warpgroups may run under the plan's mask_mod: with a block mask that is not from user lists, without
+    score_mod, dropout, lengths, pages and an origin, where mask_mod captures nothing, the plan is no partial one, and the options set no
+    instruction and no other block_q or block_kv than BLOCK. Head dims are checked by the callers.
+    """
+    mask, blocks, options = plan.mask, plan.blocks, plan.options
+    if mask is None or blocks is None or mask.loads or blocks.from_user_lists:
+        return False
+    if options.block_q not in (None, BLOCK[0]) or options.block_kv not in (None, BLOCK[1]) or options.instruction:
+        return False
+    plain = plan.score is None and plan.dropout is None and plan.origin is None and plan.page == 0
+    return plain and not plan.partial and not any(plan.lengths)
+
+
+@functools.lru_cache(maxsize=512)
+def _visited(mask: BlockedMask) -> int | None:
+    """The entries of the blocks that are not empty, for a mask that captures nothing; None if it has more than MOST_BLOCKS blocks. Blocks
+    that interval analysis does not decide count.
+    """
+    rows, columns = mask.counts
+    if mask.heads[0] * mask.heads[1] * rows * columns > MOST_BLOCKS:
+        return None
+    with eager_without_mesh():
+        partial, full = classify_on_host(mask, (), False)
+    return (len(partial) + len(full)) * mask.sizes[2] * mask.sizes[3]

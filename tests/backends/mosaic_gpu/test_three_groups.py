@@ -1,0 +1,107 @@
+"""When three consumer warpgroups run under a mask, and what they compute."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import KernelOptions, masks
+from flexjax.backends.mosaic_gpu import three_groups
+from flexjax.backends.target import Target
+from flexjax.call_arguments import DEFAULTS
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.prepare import prepare
+from tests.arrays import array
+from tests.marks import some_slow
+
+CPU = Target("cpu")
+
+
+def benched(
+    tokens: int = 8192,
+    heads: int = 32,
+    mask_mod: typing.Any = masks.causal,
+    score_mod: typing.Any = None,
+    **options: typing.Any,
+) -> KernelPlan:
+    """Attention of the benchmarks at head dim 64."""
+    x = jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16)
+    given: typing.Any = DEFAULTS | {
+        "mask_mod": mask_mod, "score_mod": score_mod, "kernel_options": KernelOptions(**options)
+    }  # fmt: skip
+    plans: list[KernelPlan] = []
+    jax.eval_shape(lambda x: plans.append(prepare(x, x, x, **given).plan), x)
+    return plans[0]
+
+
+IDS = np.repeat(np.arange(8), 1024).astype(np.int32)
+THREE = {
+    "causal": benched,
+    "prefix": lambda: benched(mask_mod=masks.prefix_lm(1024)),
+    "a wide window": lambda: benched(16384, 16, masks.sliding_window(4096)),
+    "causal, 2048 tokens": lambda: benched(2048, 128),
+}
+TWO = {
+    "few query tiles": lambda: benched(1024, 4),
+    "a narrow window": lambda: benched(16384, 16, masks.sliding_window(256)),
+    "captured documents": lambda: benched(mask_mod=masks.document(IDS)),
+    "ALiBi": lambda: benched(score_mod=lambda s, b, h, q, k: s + 0.1 * (k - q)),
+    "another tile": lambda: benched(block_q=128),
+    "mma.sync": lambda: benched(instruction="mma"),
+}
+
+
+@pytest.mark.parametrize("name", [*THREE, *TWO])
+def test_masks_that_take_three_groups(name: str) -> None:
+    plan = (THREE | TWO)[name]()
+    assert (three_groups.mask_blocks(plan) == three_groups.BLOCK) == (name in THREE)
+
+
+def test_a_mask_of_very_many_blocks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(three_groups, "MOST_BLOCKS", 10)
+    three_groups._visited.cache_clear()
+    assert three_groups.mask_blocks(benched()) is None
+    three_groups._visited.cache_clear()
+
+
+gpu = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12"
+)
+
+
+@gpu
+def test_the_forward_tile_and_the_blocks_of_each_pass() -> None:
+    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu.support import _kernel_plan
+
+    tile = choose_kernel.forward_kernel(made := _kernel_plan(benched()))
+    assert (tile.groups, tile.overlap, tile.ping_pong, tile.query_slots) == (3, True, False, 2)
+    assert tile.fits
+    assert made.blocks is not None
+    assert (made.blocks.block_q, made.blocks.block_kv) == three_groups.BLOCK
+    backward = _kernel_plan(benched(), backward=True)
+    assert backward.blocks is not None
+    assert backward.blocks.block_q == 128
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), some_slow([(640, 640), (500, 640), (192, 128)], [(500, 640)]), ids=lambda n: str(n)
+)
+def test_three_groups_under_a_mask(q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
+
+    monkeypatch.setattr(three_groups, "SPEED_UNDER_MASK", 100.0)  # also for calls that do not fill the GPU
+    rng = np.random.default_rng(0)
+    shapes = (1, q_len, 2, 64), (1, kv_len, 1, 64), (1, kv_len, 1, 64)
+    arrays = [array(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    given: typing.Any = DEFAULTS | {"mask_mod": masks.causal, "kernel_options": KernelOptions(interpret=True)}
+    made = prepare(*arrays, **given)
+    assert choose_kernel.forward_kernel(_kernel_plan(made.plan)).groups == 3
+    found = jax.jit(lambda operands: BACKEND.forward(made.plan, operands, CPU))(made.operands)
+    want = flexjax.flex_attention(*arrays, mask_mod=masks.causal, implementation="reference")
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found.out, want)), atol=0.02, rtol=0.02)
