@@ -37,6 +37,8 @@ ONE_KERNEL = (
     "one_kernel", "one_kernel_causal", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order",
 )  # fmt: skip
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
+CHOSEN = ("three_groups", "split_columns", "split_by_residues")
+"""Kernels that no case of the table is large enough to choose."""
 PAGED = ("pages", "ragged_pages", "tree_in_pages", "int8_pages", "prefill_in_pages")
 """Keys in pages, checks of tests/backends/mosaic_gpu/test_pages.py."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
@@ -52,7 +54,7 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 def run_cases(names: list[str]) -> None:
     """Runs these cases in this process and prints for each a line `ran NAME`, or `refused NAME: why`.
 
-    names   of tests/cases/calls.py, of ONE_KERNEL or of PAGED
+    names   of tests/cases/calls.py, of ONE_KERNEL, of CHOSEN or of PAGED
     """
     import jax
 
@@ -63,6 +65,8 @@ def run_cases(names: list[str]) -> None:
         try:
             if name in ONE_KERNEL:
                 jax.block_until_ready(one_kernel(name))
+            elif name in CHOSEN:
+                jax.block_until_ready(chosen_kernel(name))
             elif name in PAGED:
                 paged_call(name)
             else:
@@ -119,6 +123,37 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
         return jnp.square(out.astype(jnp.float32)).sum()
 
     draw = lambda key: jax.random.normal(key, (1, 300, 2, dim), jnp.bfloat16)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
+
+
+def chosen_kernel(name: str) -> typing.Any:
+    """The gradients of q, k and v of the sum of squares of attention: with three consumer warpgroups under a mask and dQ added upward
+    ("three_groups"), by mma.sync with columns split between warpgroups ("split_columns"), or split by residues ("split_by_residues").
+
+    It makes the heuristics choose these kernels for the rest of the process.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import flexjax
+    from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, three_groups
+
+    mask_mod, dim, instruction, tokens = {
+        "three_groups": (flexjax.masks.causal, 64, None, 640),
+        "split_columns": (flexjax.masks.causal, 256, "mma", 300),
+        "split_by_residues": (flexjax.masks.dilated_window(64, 4), 64, None, 1021),
+    }[name]
+    three_groups.SPEED_UNDER_MASK = dq_order.MOST_UPWARD_DELAY = 100.0
+    if name == "three_groups":
+        choose_kernel.fused_is_faster = lambda plan: True
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        """The sum of the squares of attention's result."""
+        options = flexjax.KernelOptions(instruction=instruction)
+        out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation="mosaic_gpu")
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    draw = lambda key: jax.random.normal(key, (1, tokens, 2, dim), jnp.bfloat16)
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
 
 
@@ -257,7 +292,7 @@ def main() -> int:
     if args.plant:
         run_planted(args.plant)
         return 0
-    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL, *PAGED]
+    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL, *CHOSEN, *PAGED]
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
     jobs = [(tool, what) for tool in args.tools.split(",") for what in work(tool, shares)]
     until = time.monotonic() + args.seconds
