@@ -253,16 +253,17 @@ backward_p = make_primitive("flexjax_backward", _backward, _backward_shapes, _ch
 
 
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
-    """The jvp rule of `forward`: (results, their tangents). The tangents of out and lse are those of the primitive
-    `tangent`; that of max_scores, where the plan asks for it, is zeros.
+    """The jvp rule of `forward`: (results, their tangents). The results are those of `forward` for `problem`: out, lse and, if its plan
+    asks for them, max_scores and rounding. The tangents of out and lse are those of the primitive `tangent`; those of max_scores and
+    rounding are arrays of zeros.
 
     primals, tangents   the operands as a flat list, and for each of them its tangent or a symbolic zero
 
     `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
-    are. If there are none, it is not bound and all tangents are zeros. If a captured array has a tangent, both primitives are bound with
-    the problem `for_captures`, so that `forward` also returns rounding where inputs have 16 bits. out and lse get their names for
-    checkpoint policies here; rounding gets the name of out, because a policy that saves out needs both. Raises NotImplementedError for
-    tangents of keys and values in pages.
+    are. If there are none, it is not bound and all tangents are arrays of zeros. If a captured array has a tangent, both primitives are
+    bound with the problem `for_captures`: where inputs have 16 bits, `forward` then returns rounding too, for `tangent` alone unless
+    `problem` asks for it; zeros take its place for a partial plan. out and lse get their names for checkpoint policies here; rounding
+    gets the name of out, because a policy that saves out needs both. Raises NotImplementedError for tangents of keys and values in pages.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]

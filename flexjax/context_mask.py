@@ -65,10 +65,12 @@ def eager_if_known(mask: BlockMask) -> contextlib.AbstractContextManager[None]:
 
 def trace_mask(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelPlan, origin: OriginTable) -> TracedMod:
     """The mask of the whole sequence, traced. Where the last block reaches past an end of the sequence, the mask hides what lies past it.
+    The program is constantly True if there is nothing to hide.
 
     mask_mod   of the call; None: nothing else is hidden
     lengths    of the queries and keys of the sequence
-    plan       the plan of the call, for its sizes, those of the call's arrays
+    plan       the plan of the call before it is split over devices; its batch and query heads bound b and h. Inside shard_map they are
+               those of one device's arrays, else those of the global arrays
     origin     `Placed.origin` of the call (context_call.py), whose `whole` has the lengths in whole blocks
     """
 

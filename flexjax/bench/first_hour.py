@@ -175,9 +175,13 @@ def _rows(tasks: Sequence[Task], answers: Sequence[Answer]) -> list[Answer]:
 
 
 def ceilings(run: Run, found: Answer, until: float) -> Answer:
-    """The stage "ceilings", the answer of first_hour_tasks.ceilings: for each large matrix product and a large read, by name, a dict with
-    `rate`, `unit` and clock; or {"failed": why} or {"unreached": why}. `found` is not read; `until` is time.time() at which the task is
-    ended.
+    """The stage "ceilings", the answer of first_hour_tasks.ceilings: by "matmul bfloat16 N", "matmul float16 N" and "memory read" a dict
+    with `rate`, `unit` and, where NVML says, `clock`; beside these dicts `seconds_taken`, a number. Where the task failed or took 120
+    seconds, {"failed": why} is in place of the dicts; where `until` came before its answer, {"unreached": why}.
+
+    run     how tasks run; `small` makes products and read small
+    found   not read
+    until   time.time() at which the task is ended, if it has a process of its own
     """
     return run.one("ceilings", until, seconds=0.05 if run.small else 1.5, small=run.small)
 

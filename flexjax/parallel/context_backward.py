@@ -52,10 +52,12 @@ class Backward(OnDevice):
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
         """The gradients of the wanted operands, in the order of Operands.movable and in the dtypes of the operands. Those of sinks and
-        captured arrays are the terms that this device computes.
+        captured arrays are the terms that this device computes; the caller sums them over devices.
 
-        out, lse       the results of the whole rows; out in float32 if the plan asks for rounding
-        d_out, d_lse   their cotangents; d_lse None: zero
+        out, lse       the results of this device's queries over all keys, in the plan's layout: [B, T, N, E] and [B, T, N], or for BNTH
+                       [B, N, T, E] and [B, N, T]. out is in float32 if the plan returns rounding, else in the dtype of query
+        d_out, d_lse   their cotangents, in the same shapes; d_lse None: zero
+        wanted         for each movable operand whether it gets a gradient
         """
         # Without the barrier XLA would find that the forward pass received the same keys, and keep them in memory until now.
         own, d_out = lax.optimization_barrier((self.own.arrays, d_out))

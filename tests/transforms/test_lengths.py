@@ -133,6 +133,17 @@ def test_an_origin_at_the_end_of_the_arrays() -> None:
     assert repr(Origin(query="end")) == "Origin(query='end')"
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_large_sink_beside_queries_that_do_not_exist(implementation: str) -> None:
+    """exp(100) is infinite in float32, and a query that does not exist has lse -inf and weight exp(sink - 0)."""
+    attend = lambda sinks: flexjax.flex_attention(
+        Q, K, V, sinks=sinks, query_seq_lengths=jnp.asarray([3, 1, T]), implementation=implementation
+    )
+    sinks = jnp.full_like(SINKS, 100.0)
+    got = jax.grad(lambda sinks: (attend(sinks).astype(jnp.float32) ** 2).sum())(sinks)
+    np.testing.assert_allclose(got, jnp.zeros_like(got), atol=1e-6)
+
+
 def test_mapped_lengths_and_sinks() -> None:
     """Rows that do not exist keep lse -inf and give no gradient to sinks that differ between copies."""
     queries, keys = array([[24, 3, 0], [5, 8, 20]]), array([[40, 9, 1], [8, 0, 17]])

@@ -95,7 +95,8 @@ def read_start(word: Ref) -> Scalar:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A context: operations that are emitted inside run in one elected thread of the calling warpgroup.
+    """A context: operations that are emitted inside run in one elected thread of the calling warpgroup. It ends without a barrier, so
+    other threads need one before they read what that thread wrote to memory.
 
     It replaces Mosaic's `single_thread`, which remembers in a global of the process that it is inside: where two
     Python threads lower at once, one of them emits its body for all 128 threads.

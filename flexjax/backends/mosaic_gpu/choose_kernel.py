@@ -109,11 +109,14 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
 
 
 def mma_card(target: Target | None, options: KernelOptions) -> Card | None:
-    """The card whose mma.sync kernels run on the target, one that `refuses_device` accepts; None where the kernels for Hopper run.
+    """The card that the kernels on mma.sync or tcgen05 are for; None where the kernels for Hopper run. With a card, the kernels on
+    tcgen05 run if the options ask for them and they have one for the pass (sm100_support.py), else those on mma.sync.
 
-    A target of compute capability 9.0 gives None without the option `instruction`, and its card with it; any other its card. In the
-    simulator, and where the device or its capability is not known, the options decide: None without `instruction`, for "mma" the
-    card of 9.0, for "tcgen05" that of 10.0.
+    target   the device that the pass is lowered for, one that `refuses_device` accepts; None: not known
+
+    A target of compute capability 9.0 gives None, and its card with instruction="mma"; any other gives its card, whatever the options.
+    In the simulator, and where the device or its capability is not known, the options decide: None without `instruction`, for "mma"
+    the card of 9.0, for "tcgen05" that of 10.0.
     """
     capability = sm100_support.CAPABILITIES[0] if sm100_support.asked_for(options) else HOPPER
     if not options.interpret and target is not None and target.capability is not None:

@@ -100,8 +100,8 @@ class ForwardTile:
 
     @property
     def out_columns(self) -> int:
-        """Columns of the part of an output tile that goes to global memory in one copy: 64, or 32 of float32, if they divide the
-        value dim, else all; all with `out_over_queries`.
+        """Columns of the part of an output tile that goes to global memory in one copy: 64, or 32 for float32 operands (`parts` is 2), if
+        they divide the field `value_dim`, else `value_dim`; always `value_dim` with `out_over_queries`.
         """
         if self.out_over_queries:
             return self.value_dim

@@ -272,8 +272,10 @@ def owned_key_tile(
     head_major: bool,
     queries: int,
 ) -> KeyTileVisits:
-    """Inside a kernel: the key tile that this CTA owns, with its visits.
+    """Inside a kernel: the key tile that this CTA owns, with its visits, which `KeyTileVisits.each` reads from `lists` later.
 
+    plan           of the call
+    visits         from `visits_for` with transposed=True, for the sizes of the kernel's key and query tiles
     lists, order   from `visit_lists` and `longest_first`, as Refs. With an order for each head, that of the first query
                    head of the key head counts; None: tiles in their own order
     kv_tiles       key tiles of a key head

@@ -129,9 +129,11 @@ class ForwardKernel:
 
     @property
     def whole_powers(self) -> bool:
-        """Whether references of rows are multiples of ln 2 (integers in base 2), so that the backward pass can round its
-        weights to those of this pass (tile_math.py). Scores are then converted to base 2 before the maximum, unless they may be
-        large.
+        """Whether references of rows are multiples of ln 2 (integers in base 2), so that the backward pass can round its weights to
+        those of this pass (tile_math.py): where `KernelPlan.rounds_weights_alike` says so.
+
+        Scores are then converted to base 2 before the row maximum is taken, and the maximum is rounded up to an integer. Scores that
+        may be large stay in base e, and their maximum becomes a multiple of ln 2 (`tile_math.whole_power`).
         """
         return self.plan.rounds_weights_alike
 

@@ -241,13 +241,15 @@ def _add_columns(
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
     """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta.
 
-    tiled, operands   the operands laid out for tiles, and those of the call; both have sinks
-    delta             sum(d_out * out) - dlse, [B, N, T], 0 where lse is -inf, so that such a query adds nothing
-    lse               [B, N, T]
+    tiled       the operands laid out for tiles, with sinks in the dtype of scores
+    operands    those of the call, with sinks, whose dtype the result gets
+    delta       sum(d_out * out) - dlse, [B, N, T]
+    lse         [B, N, T]; a query whose lse is -inf, because it does not exist or its sink is -inf, adds nothing
     """
     assert tiled.sinks is not None
     assert operands.sinks is not None
-    weight = tile_math.probabilities(tiled.sinks[None, :, None], lse)
+    sinks = jnp.where(lse == -jnp.inf, -jnp.inf, tiled.sinks[None, :, None])  # exp(sink) may be infinite
+    weight = tile_math.probabilities(sinks, lse)
     return -(weight * delta).sum((0, 2)).astype(operands.sinks.dtype)
 
 
