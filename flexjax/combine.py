@@ -56,7 +56,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
     Raises ValueError for anything that is not callable as a mask mod.
     """
-    _check("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
+    _check_one("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
 
     def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         """Whether the mask does not keep the entry."""
@@ -109,7 +109,7 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(mod):
         if isinstance(mod, list | tuple):
-            advice = "Pass its functions one by one."
+            advice = "Join them with and_masks or or_masks." if call == "not_mask" else "Pass its functions one by one."
         else:
             advice = "Leave it out." if mod is None else "Pass the function itself."
         got = f"{mod.dtype}{list(mod.shape)}" if isinstance(mod, Array | np.ndarray) else repr(mod)

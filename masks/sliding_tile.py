@@ -143,9 +143,10 @@ def _sliding_tile(
 
 
 def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> None:
-    """Raises ValueError unless the tile divides canvas and kernel and the kernel fits the canvas.
+    """Raises ValueError unless, along every axis, the tile divides canvas and kernel and the kernel is at most as large as the canvas.
 
-    call:   the name of the factory, for the error
+    call:                   the name of the factory, for the error
+    canvas, kernel, tile:   the size of each along every axis, in tokens; the caller has checked them with `positive_integers`
     """
     for name, size in (("canvas", canvas), ("kernel", kernel)):
         if any(s % t for s, t in zip(size, tile, strict=True)):

@@ -102,6 +102,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         f"`and_masks`: `mask_mods[1]` is bool[16, 16]; {MASK}. Pass the function itself.",
     ),
     (lambda: not_mask(7), f"`not_mask`: `mask_mod` is 7; {MASK}. Pass the function itself."),
+    (lambda: not_mask((7,)), f"`not_mask`: `mask_mod` is (7,); {MASK}. Join them with and_masks or or_masks."),
     (
         lambda: not_mask(lambda q_idx, kv_idx: True),
         f"`not_mask`: `mask_mod` is `<lambda>(q_idx, kv_idx)`; {MASK}. If it makes such a function, call it first.",

@@ -98,7 +98,11 @@ def _widened_end(end: float, share: float, beside: float) -> float:
 
 
 def _mul(a: Range, b: Range) -> Range:
-    """The range of the product of numbers in the ranges a and b; -inf..inf if an end is infinite, because 0 * inf is NaN."""
+    """The range of the exact product of a number in the range `a` and one in the range `b`: the smallest and the largest product of two
+    ends. It is -inf..inf if an end of either range is infinite, because the product of that end and 0 would be NaN.
+
+    `of_op` widens the range for float32 rounding and makes an end past the largest float32 infinite.
+    """
     if not all(map(math.isfinite, (*a, *b))):
         return ANYTHING  # 0 * inf
     ends = [x * y for x in a for y in b]

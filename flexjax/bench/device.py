@@ -227,11 +227,19 @@ def main(argument: str) -> int:
     """Runs in the process of a peer: measures the workloads of a JSON object, saves their samples, and prints a line of JSON for each,
     after one of facts.
 
-    argument   JSON: suite, peer, problems (names) and folder, to which the samples are written
+    argument   JSON: suite, peer (or REFERENCE), problems (names of workloads of the suite) and folder. The samples are written to the
+               folder (`_sample_path`), and its file "lock" is locked while the device is timed, so that of the processes with one folder
+               only one times at once
 
-    A line has "problem", the name of the workload or "facts", and what was measured; {"failed": why} beside the name if the workload
-    raised. Returns the exit status: 0; NOT_INSTALLED if a module of the peer is missing, or NOT_STARTED if preparing the peer fails in
-    another way, as when it finds no device. The reason is then the last line of stderr.
+    The lines:
+
+        {"problem": "facts", "device": kind, "jax": version}, or {"problem": "facts", "torch": version} of a torch peer
+        {"problem": name, "forward": s, "backward": s, "first_call": s, "how": how the passes were measured}, times in seconds; the decode
+        suite has "decode" in place of the two passes, and REFERENCE, which is not timed, none of these
+        {"problem": name, "failed": why} if the workload raised; the next workload follows
+
+    Returns the exit status: 0; NOT_INSTALLED if a module of the peer is missing, or NOT_STARTED if preparing the peer fails in another
+    way, as when it finds no device. In these two cases no line is printed, and the reason is the last line of stderr.
     """
     task = json.loads(argument)
     by_name: dict[str, Problem] = {p.name: p for p in (SUITES | DECODE_SUITES)[task["suite"]]}

@@ -50,6 +50,8 @@ class Worker:
         """The answer of a task; {"failed": why} where the process dies or `seconds` pass. The process is then ended, and `ended_after`
         beside "failed" says that time was the reason. It starts a process if none runs, and waits for the answer; lines that do not begin
         with MARK are dropped.
+
+        Raises OSError where a process cannot start, and ValueError for an answer that is no JSON.
         """
         process, lines = self._started()
         assert process.stdin is not None
@@ -71,8 +73,11 @@ class Worker:
                 return json.loads(line[len(MARK) :])
 
     def _started(self) -> tuple[subprocess.Popen[str], "queue.Queue[str | None]"]:
-        """(the process, the queue of its lines), for `run`. Starts a process, and a thread that reads it, if none runs or the last one
-        has ended; None in the queue is the end of its lines.
+        """(the process, the queue of the lines of its stdout), for `run`. Starts a process, and a thread that reads its stdout, if none
+        runs or the last one has ended; None in the queue is the end of the lines. Its stderr goes to the worker's file in the folder,
+        which is emptied when a process starts.
+
+        Raises OSError if the process cannot start. `run` does not catch it; `run_all` makes {"failed": why} of it.
         """
         if self._process is not None and self._process.poll() is not None:
             self.close()

@@ -316,7 +316,9 @@ def check_table(table: object, page: int | None) -> int:
 
 
 def check_page(name: str, page: object) -> None:
-    """Raises ValueError, for the argument `name`, unless `page` is a positive multiple of 8."""
+    """Raises ValueError, for the argument `name`, unless `page`, the number of tokens of a page, is a Python int and a positive multiple
+    of 8. Bools, floats, numpy integers and arrays are refused too, because the number is static.
+    """
     if not isinstance(page, int) or isinstance(page, bool) or page < 8 or page % 8:
         raise bad_argument(name, repr(page), "a positive multiple of 8", "Kernels copy 8 tokens at a time.")
 

@@ -139,19 +139,21 @@ def captured_gradients(
     direct: dict[int, jax.Array],
     card: Card | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture
-    kernel, which runs only if such arrays are wanted.
+    """The gradient of each captured array of score_mod, in the shape and dtype of the array: from `direct` where it is there, else summed
+    by the capture kernel, which runs only if such arrays are wanted.
 
     plan         with extra features joined to the head dim
     operands     of the call
-    tokens       padded arrays over tokens
+    tokens       padded arrays over tokens, with the row statistics
     wanted       which gradients are asked for
     derivative   score_mod with its derivatives; None without a score_mod
     bias         says which array is staged
-    direct       gradients that the dQ kernel wrote, by the number of the captured array
+    direct       gradients that the dQ kernel wrote, of wanted arrays alone, by the number of the captured array; in the shape and dtype of
+                 the array (`DirectGradient.gradient`)
     card         whose mma.sync kernels run; None: those for Hopper do
 
-    None for what is not wanted, and for every array without a score_mod.
+    The tuple has an entry for each of operands.score_captures, in their order: None where the gradient is not wanted. It is empty without
+    a score_mod. The arrays that mask_mod and dropout capture have no gradients.
     """
     left = tuple(want and n not in direct for n, want in enumerate(wanted.score_captures))
     if derivative is None or not any(left):

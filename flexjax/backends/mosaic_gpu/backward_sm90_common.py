@@ -201,8 +201,10 @@ def raise_register_limit(groups: int) -> None:
 
 
 def lower_register_limit(groups: int) -> None:
-    """In the copying warpgroup: lowers its limit to 24 registers a thread if the CTA has two (`groups`) computing
-    warpgroups.
+    """In the copying warpgroup: lowers its limit to 24 registers a thread if the CTA has two (`groups`) computing warpgroups; with another
+    number the limit stays.
+
+    The computing warpgroups call `raise_register_limit` with the same `groups`, and wait there for the registers that this call frees.
     """
     if groups == 2:
         plgpu.set_max_registers(24, action="decrease")

@@ -93,9 +93,10 @@ def has_interval(plan: KernelPlan) -> bool:
 
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
-    """(first, end), int32 [B] each: the queries of a batch entry see no key before `first` and none from `end` on, both counted from 0 in
-    the arrays of the call. They are the bounds over all queries and heads of the entry; a query may see less. If `end` is 0, no query of
-    the entry sees a key. `first` is None, which stands for 0, if no comparison bounds kv from below. Key lengths are not looked at.
+    """(first, end), int32 [B] each, 0 <= first <= end <= kv_len: the queries of a batch entry see no key before row `first` and none from
+    row `end` on, rows counted from 0 in the arrays of the call. They are the bounds over all heads and all queries that exist; a query may
+    see fewer keys. If `end` is 0, no query of the entry sees a key; an entry without queries has `end` 0. `first` is None, which stands for
+    0, if no comparison bounds kv from below. Key lengths are not read: the caller takes the smaller of `end` and the key length.
 
     plan            one for which `has_interval` is True
     operands        of the call, of which the arrays that mask_mod captured and the origin are read

@@ -311,12 +311,14 @@ class ForwardKernel:
 
 
 def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
-    """The forward pass of a plan by the forward kernel: out, lse and, if the plan asks for them, max_scores and rounding (see
-    Results).
+    """The forward pass of a plan by the forward kernel: out, lse and, where `max_scores` and `returns_rounding` of the plan are True,
+    max_scores and rounding, in the shapes and dtypes that Results (plan/kernel_plan.py) says for the plan.
 
-    chip   the TPU whose VMEM decides the tiles
-
-    The plan is one that the backend does not refuse; with keys in pages its heads are joined.
+    plan       one that the backend does not refuse, with mask blocks of the sizes that support.py takes for the kernels. With keys in
+               pages the caller has joined its heads into one (`joined_plan` in plan/join_heads.py), because a page is copied with the keys
+               of all heads; this function does not join them
+    operands   of that plan; for joined heads those of `join_operands`, and the caller gives the results to `split_results`
+    chip       the TPU whose VMEM decides the tiles
     """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
