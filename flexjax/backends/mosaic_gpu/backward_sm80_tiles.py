@@ -122,6 +122,10 @@ def scratch(plan: KernelPlan, tiles: Tiles, gradients: int = 1) -> Scratch[Descr
 SMALL_MEMORY = 99 * 1024
 """Bytes of shared memory of a CTA on 8.6, 8.9 and 12.x, whose tensor cores do half of what those of 8.0 do."""
 
+SPILLING = ("10.0", "10.3")
+"""Compute capabilities for which ptxas spills up to 476 bytes a thread of dK/dV kernels that visit 64 tokens at head dims from 65 to 128;
+for 9.0, and with 32 visited tokens, it spills up to 28."""
+
 
 class Size(typing.NamedTuple):
     """The fields of Tiles that do not depend on the card."""
@@ -205,12 +209,15 @@ def _fitting(plan: KernelPlan, card: Card, by_key: bool, block: int | None, aske
 
     Sizes of which an SM holds at least two warpgroups come first, because one multiplies while the other computes probabilities.
     On the cards with SMALL_MEMORY the tensor cores are slower than shared memory at every size, so 64 rows, which take
-    fewer registers, go before 128.
+    fewer registers, go before 128. On those of SPILLING 32 visited tokens, whose scores take half of the registers, go before 64 in the
+    dK/dV kernel at head dims from 65 to 128. Up to 64 the first size has 32; above 128 warpgroups that split the columns spill nothing.
     """
     dim, sizes = max(padded_dims(plan)), DKV_SIZES if by_key else DQ_SIZES
     made = [Tiles(card.copying, *size) for size in sizes[next(most for most in sizes if dim <= most)]]
     able = [t for t in made if (block is None or block % t.owned == 0) and asked in (None, t.owned)]
     bytes_of = lambda t: scratch_bytes(scratch(plan, t, 2 if by_key and t.joint(plan) else 1))
     warpgroups = {t: t.groups * card.ctas(bytes_of(t), WARPGROUP * t.groups) for t in able}
-    worse = lambda t: (warpgroups[t] < 2, t.rows > 64 and card.cta_memory <= SMALL_MEMORY)
+    spills = by_key and 64 < dim <= 128 and card.capability in SPILLING
+    small = card.cta_memory <= SMALL_MEMORY
+    worse = lambda t: (warpgroups[t] < 2, small and t.rows > 64, spills and t.visited > 32)
     return tuple(sorted((t for t in able if warpgroups[t]), key=worse))

@@ -59,7 +59,11 @@ TILES = {
     ("8.9", 128): ("cp.async", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
     ("8.9", 256): ("cp.async", "128 x 32, 1 stage, one CTA on an SM", "dQ 64 x 16, dK/dV 16 x 64"),
     ("9.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
-    ("10.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 64 x 128"),
+    ("9.0", 256): ("tma", "128 x 64, 2 stages, one CTA on an SM", "dQ 128 x 64, dK/dV 64 x 64"),
+    ("10.0", 64): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 64, dK/dV 32 x 128"),
+    ("10.0", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
+    ("10.0", 256): ("tma", "128 x 64, 2 stages, one CTA on an SM", "dQ 128 x 64, dK/dV 64 x 64"),
+    ("10.3", 128): ("tma", "128 x 64, 2 stages, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
     ("12.0", 128): ("tma", "128 x 32, 1 stage, two CTAs on an SM", "dQ 128 x 32, dK/dV 32 x 128"),
 }
 
@@ -72,6 +76,15 @@ def test_explain_names_the_card_and_the_tile(capability: str, dim: int) -> None:
     assert support.BACKEND.tile_sizes(made, target) == (
         f"mma.sync with {copying} for compute capability {capability}: forward {forward}, backward {backward}"
     )
+
+
+@pytest.mark.parametrize(("capability", "queries"), [("9.0", 64), ("10.0", 32), ("10.3", 32)])
+def test_dkv_visits_fewer_queries_where_more_spill(capability: str, queries: int) -> None:
+    for dim in (72, 96, 128):
+        _, dkv = choose_kernel.mma_backward_kernels(plan(dim), CARDS[capability])
+        assert dkv.visited == queries
+        _, small = choose_kernel.mma_backward_kernels(plan(dim, block=64), CARDS[capability])
+        assert (small.owned, small.visited) == (64, queries)
 
 
 @pytest.mark.parametrize("capability", CARDS)
