@@ -2,8 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m tests.backends.mosaic_gpu.aot_cards [--sample] [CARD ...] [ENTRY ...]
 
-CARD is a key of compile_card.CARDS, ENTRY one of TABLE: a call of aot.TABLE, results and all gradients; "workload " and one of the gpu suite of
-the benchmarks, both passes at full size; "pairs " and one of PAIRED, the same with pairs of CTAs; "decode " and a case of test_decode.py;
+CARD is a key of INSTRUCTION: a card of compile_card.CARDS, of which sm_100 and sm_103 compile the kernels on tcgen05, or sm_100-mma or
+sm_103-mma, which compile the kernels on mma.sync that these two cards run by default. ENTRY is one of TABLE: a call of aot.TABLE, results and
+all gradients; "workload " and one of the gpu suite of the benchmarks, both passes at full size; "pairs " and one of PAIRED, the same with pairs of CTAs; "decode " and a case of test_decode.py;
 or "prefill " and one of PREFILLED, a chunk of a prefill over keys in pages; all by default. A line for each call on each card, ok,
 refused or FAIL, and below it one for each kernel that multiplies: registers, bytes spilled, bytes of shared memory, columns of tensor
 memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
@@ -48,10 +49,13 @@ TABLE = [
     *(WORKLOAD + problem.name for problem in SUITES["gpu"]),
     *(PAIRS + name for name in PAIRED),
 ]
+BY_MMA = {f"{card}-mma": card for card, d in compile_card.CARDS.items() if 10 <= float(d.capability) < 12}
+"""The name of a card of 10.x with the kernels on mma.sync -> the card."""
 INSTRUCTION: dict[str, typing.Literal["mma", "tcgen05"]] = {
-    card: "tcgen05" if 10 <= float(d.capability) < 12 else "mma" for card, d in compile_card.CARDS.items()
+    **{card: "tcgen05" if card in BY_MMA.values() else "mma" for card in compile_card.CARDS},
+    **dict.fromkeys(BY_MMA, "mma"),
 }
-"""Card -> the option that chooses its kernels."""
+"""Name of a card -> the option that chooses its kernels."""
 FORWARD, DECODES = "flexjax_forward_mma", "flexjax_forward_decode_mma"
 BACKWARD = ("flexjax_backward_dq", "flexjax_backward_dkv", "flexjax_backward_dk", "flexjax_backward_dv")
 TCGEN05 = ("flexjax_forward_tcgen05", "flexjax_backward_dq_tcgen05", "flexjax_backward_dkv_tcgen05")
@@ -61,9 +65,14 @@ LDMATRIX, CP_ASYNC, TMA, WGMMA = "LDSM", "LDGSTS", "UTMALDG", "HGMMA"
 ON_TCGEN05, ON_PAIRS = ("UTCHMMA", "LDTM", "STTM", TMA), ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.5D.2CTA")
 COUNTED = ("HMMA", LDMATRIX, CP_ASYNC, *ON_TCGEN05, *ON_PAIRS, WGMMA)
 """Instructions as the disassembler names them."""
-COPYING = {card: CP_ASYNC if float(d.capability) < 9 else TMA for card, d in compile_card.CARDS.items()}
-"""Card -> the instruction that copies tiles."""
-SAMPLED_CARDS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "sm_103")
+COPYING = {name: CP_ASYNC if name in ("sm_80", "sm_86", "sm_89") else TMA for name in INSTRUCTION}
+"""Name of a card -> the instruction that copies tiles."""
+SAMPLED_CARDS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "sm_103", "sm_100-mma", "sm_103-mma")
+ALWAYS_SAMPLED = {
+    "sm_100-mma": [WORKLOAD + name for name in ("causal d128", "12 documents d128", "causal d256")],
+    "sm_103-mma": [WORKLOAD + name for name in ("window 1025 d128", "ALiBi causal d128")],
+}
+"""Name of a card -> what every run of CI compiles for it."""
 ALL_HIDDEN = ("nothing", "nothing_blocks", "poison_everywhere")
 """Cases whose mask hides everything, so that the compilers leave out the products."""
 MOST_SPILLED = 256
@@ -71,10 +80,15 @@ MOST_SPILLED = 256
 
 
 def sampled(card: str) -> list[str]:
-    """What a run of CI compiles for a card: every eighth entry, others for other cards, each call in one dtype."""
-    first = list(compile_card.CARDS).index(card)
+    """What a run of CI compiles for a card: every eighth entry, others for other cards, each call in one dtype. For a card of BY_MMA it is
+    every 64th, and the entries of ALWAYS_SAMPLED.
+    """
+    first, step = list(compile_card.CARDS).index(BY_MMA.get(card, card)), 8
+    if card in BY_MMA:  # entries that no card of compile_card.CARDS has
+        first, step = len(compile_card.CARDS) + 8 * list(BY_MMA).index(card), 64
     calls = [f"{name}-{aot.DTYPES[zlib.crc32(name.encode()) % len(aot.DTYPES)]}" for name in CASES]
-    return [*calls, *TABLE[len(aot.TABLE) :]][first::8]
+    always = ALWAYS_SAMPLED.get(card, [])
+    return [*always, *(x for x in [*calls, *TABLE[len(aot.TABLE) :]][first::step] if x not in always)]
 
 
 def compile_entry(card: str, entry: str) -> None:
@@ -93,7 +107,7 @@ def compile_entry(card: str, entry: str) -> None:
     problem = BoundCase(CASES[name], dtype, "mosaic_gpu", flexjax.KernelOptions(instruction=INSTRUCTION[card]))
     leaves, tree = jax.tree.flatten(problem.arrays())
     step = jax.grad(problem.loss, argnums=(0, 1), has_aux=True)
-    compile_card.compile_for(card, lambda *flat: step(*jax.tree.unflatten(tree, flat)), *leaves)
+    compile_card.compile_for(BY_MMA.get(card, card), lambda *flat: step(*jax.tree.unflatten(tree, flat)), *leaves)
 
 
 def compile_decode(card: str, name: str) -> None:
@@ -107,14 +121,16 @@ def compile_decode(card: str, name: str) -> None:
     made = forward_problem(**{**given, **case})
     plan, operands = test_decode.in_pages(made, page, stored) if page else (made.plan, made.operands)
     plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, instruction="mma"))
-    described = CARDS[compile_card.CARDS[card].capability]
+    described = CARDS[compile_card.CARDS[BY_MMA.get(card, card)].capability]
     why = decode_sm80_tiles.mma_decode_refuses(plan, described)
     if why is not None:
         raise NotImplementedError(why)
     tile = decode_sm80_tiles.mma_decode_tile(plan, described)
-    device = targets.of_device(compile_card.topology(card).devices[0], "cuda")
+    device = targets.of_device(compile_card.topology(BY_MMA.get(card, card)).devices[0], "cuda")
     with targets.as_seen_by_pallas(device):
-        compile_card.compile_for(card, lambda operands: decode_sm80.forward(plan, operands, tile), operands)
+        compile_card.compile_for(
+            BY_MMA.get(card, card), lambda operands: decode_sm80.forward(plan, operands, tile), operands
+        )
 
 
 def compile_prefill(card: str, page: int, dim: int) -> None:
@@ -127,7 +143,7 @@ def compile_prefill(card: str, page: int, dim: int) -> None:
     query = jax.ShapeDtypeStruct((requests, 256, heads, dim), "bfloat16")
     options = flexjax.KernelOptions(instruction=INSTRUCTION[card])
     attend = lambda *given: flexjax.paged_attention(*given, implementation="mosaic_gpu", kernel_options=options)
-    memory = compile_card.compile_for(card, attend, query, cache, table).memory_analysis()
+    memory = compile_card.compile_for(BY_MMA.get(card, card), attend, query, cache, table).memory_analysis()
     most = 0.1 * 2 * cache.key.size * cache.key.dtype.itemsize
     assert memory.temp_size_in_bytes < most, memory
 
@@ -143,7 +159,7 @@ def compile_workload(card: str, name: str, pairs: bool) -> None:
     if mod is not None and mod.shape is not None:
         arrays.append(jax.ShapeDtypeStruct(mod.shape(problem), mod.stored))
     both, _ = time_mma_backward.step(problem, instruction=INSTRUCTION[card], cta_pairs=pairs)
-    compile_card.compile_for(card, lambda *given: both(*given, *[None] * (5 - len(given))), *arrays)
+    compile_card.compile_for(BY_MMA.get(card, card), lambda *given: both(*given, *[None] * (5 - len(given))), *arrays)
 
 
 def outcome(card: str, entry: str) -> str:
@@ -276,8 +292,8 @@ def main(arguments: list[str]) -> int:
     """Compiles what the arguments name; returns the exit status."""
     sample = "--sample" in arguments
     named = [a for a in arguments if a != "--sample"]
-    cards = [a for a in named if a in compile_card.CARDS] or list(SAMPLED_CARDS if sample else compile_card.CARDS)
-    entries = [a for a in named if a not in compile_card.CARDS]
+    cards = [a for a in named if a in INSTRUCTION] or list(SAMPLED_CARDS if sample else INSTRUCTION)
+    entries = [a for a in named if a not in INSTRUCTION]
     began, count = time.time(), dict.fromkeys(children.KINDS, 0)
     for card in cards:
         for line in sweep(card, entries or (sampled(card) if sample else TABLE)):
