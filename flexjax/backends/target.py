@@ -32,7 +32,10 @@ KINDS = {
     "8.6": re.compile(r"\bA(2|10|16|40)G?\b|\bRTX A\d{4}\b|\bRTX 30\d0\b"),
     "8.9": re.compile(r"\bL(4|40|40S|20)\b|\bRTX 40\d0\b|\bAda\b"),
     "9.0": re.compile(r"\bG?H(20|100|200|800)\b"),
+    "10.0": re.compile(r"\bG?B200\b"),
+    "10.3": re.compile(r"\bG?B300\b"),
     "12.0": re.compile(r"\bRTX 50\d0\b|\bRTX PRO \d{4}\b"),
+    "12.1": re.compile(r"\bGB10\b"),
 }
 """Compute capability -> names of devices that have it, because an AbstractDevice has a name and no capability."""
 

@@ -182,9 +182,10 @@ def test_targets_of_devices() -> None:
         assert targets.of_device(Device("gpu", kind)).capability == "9.0"
     for kind, capability in (("NVIDIA A10G", "8.6"), ("NVIDIA RTX A6000", "8.6"), ("NVIDIA L40S", "8.9"),
                              ("NVIDIA GeForce RTX 4090", "8.9"), ("NVIDIA RTX 6000 Ada Generation", "8.9"),
-                             ("NVIDIA GeForce RTX 5090", "12.0")):  # fmt: skip
+                             ("NVIDIA B200", "10.0"), ("NVIDIA GB200", "10.0"), ("NVIDIA B300 SXM6 AC", "10.3"),
+                             ("NVIDIA GB300", "10.3"), ("NVIDIA GeForce RTX 5090", "12.0"), ("NVIDIA GB10", "12.1")):  # fmt: skip
         assert targets.of_device(Device("gpu", kind)).capability == capability
-    for kind in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA H1000", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 2080"):
+    for kind in ("NVIDIA B2000", "NVIDIA GB100", "NVIDIA H1000", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 2080"):
         assert targets.of_device(Device("gpu", kind)).capability is None
     assert targets.default() == targets.of_platform("cpu")
     assert targets.of_platform("gpu") == Target("cuda")
@@ -300,6 +301,25 @@ def test_an_a100_has_kernels() -> None:
         assert said(gradient(kernel_options=options), A100, shape()) == []
         assert KERNEL[A100] in program(attend(kernel_options=options), A100, shape())
     assert KERNEL[A100] not in program(attend(implementation="xla"), A100, shape())
+
+
+@needs_gpu_kernels
+@pytest.mark.parametrize("kind", ["NVIDIA B200", "NVIDIA GB300", "NVIDIA GB10"])
+def test_a_blackwell_card_that_is_only_named_has_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=148, platform="gpu")
+    monkeypatch.setitem(PLATFORM, device, "cuda")
+    assert said(gradient(), device, shape()) == []
+    assert KERNEL[A100] in program(attend(), device, shape())
+
+
+@needs_gpu_kernels
+def test_a_float32_call_for_an_a100_says_that_xla_runs_it() -> None:
+    assert said(attend(), A100, shape("float32")) == [
+        "The forward pass of a call runs on xla, not on the kernels of mosaic_gpu, for NVIDIA A100-SXM4-80GB. The GPU kernels on mma.sync "
+        "take bfloat16 and float16 inputs, not float32. To get the kernels, change what is refused; "
+        "to run on xla without this warning, pass implementation='xla'. "
+        "in flex_attention(query=float32[1, 256, 2, 64], key=float32[1, 256, 2, 64], value=float32[1, 256, 2, 64])"
+    ]
 
 
 def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
