@@ -75,8 +75,8 @@ def test_the_tiles_of_another_card_are_those_of_mma_sync(script, more, monkeypat
     assert ended.value.code == 2
 
 
-def test_a_torch_peer_that_does_not_compile_leaves_the_next_workload_its_own_times(monkeypatch, capsys):
-    """A process gives one answer for every two lines: the workload to compile, and the word to time it."""
+def test_a_torch_process_answers_each_time_also_where_a_workload_does_not_compile(monkeypatch, capsys):
+    """The lines are workloads to compile, and the word "time"."""
 
     def calls(problem):
         if problem.name == "causal d128":
@@ -86,10 +86,32 @@ def test_a_torch_peer_that_does_not_compile_leaves_the_next_workload_its_own_tim
     monkeypatch.setattr(time_mma, "torch_calls", calls)
     monkeypatch.setattr(torch_flex, "facts", dict)
     monkeypatch.setattr(torch_flex, "events", lambda call, count: call())
-    monkeypatch.setattr(sys, "stdin", io.StringIO("causal d128\ntime\nfull d64\ntime\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("causal d128\ntime\ntime\nfull d64\ntime\ntime\n"))
     time_mma.serve_torch()
     answers = [json.loads(line.removeprefix("answer ")) for line in capsys.readouterr().out.splitlines()]
-    assert answers == [{"error": "RuntimeError: does not compile"}, {"Flex": ["full d64", "full d64"]}]
+    assert answers == [{"error": "RuntimeError: does not compile"}] * 2 + [{"Flex": ["full d64", "full d64"]}] * 2
+
+
+class TorchProcess:
+    """Answers the word "time" with lines that are given."""
+
+    def __init__(self, events, name, lines):
+        self.stdin, self.stdout = self, iter(lines)
+        self.write = lambda text: events.append((name, text))
+
+    def flush(self):
+        pass
+
+
+def test_torch_and_ours_are_measured_in_turns_and_the_least_counts():
+    events, times = [], iter([5.0, 3.0, 4.0])
+    first = TorchProcess(
+        events, "first", ['answer {"FA2": [3, 7]}', "noise", 'answer {"FA2": [4, 6]}', 'answer {"FA2": [5, 8]}']
+    )
+    second = TorchProcess(events, "second", ['answer {"error": "no"}'] * 3)
+    ours = {"default": lambda: events.append(("ours", "")) or next(times)}
+    assert time_mma.in_turns(3, [first, second], ours) == ({"FA2": [3, 6]}, {"default": 3.0}, {"no"})
+    assert events == [("first", "time\n"), ("second", "time\n"), ("ours", "")] * 3
 
 
 def test_random_problems_are_drawn_from_their_seed_alone():

@@ -2,13 +2,14 @@
 
 Not collected by pytest. It shows what the kernels for Ampere, Ada and RTX Blackwell do on the one card at hand, beside torch's
 FlashAttention-2, which multiplies by mma.sync there too, and its FlexAttention in Triton, twice: with WGMMA, as Triton compiles it there,
-and with mma.sync. Two lines for each workload: milliseconds and TFLOP/s of a pass, and the time of each peer over ours. Every forward
-result is compared with that of the kernels for Hopper first; the exit status is 1 where one differs. While torch compiles in processes
-of its own, nothing is timed. About half a minute a workload. time_mma_backward.py compares gradients and sizes of the backward pass.
+and with mma.sync. Two lines for each workload: milliseconds and TFLOP/s of a pass, and the time of each peer over ours. In each round every
+peer is measured once, then each of ours; of all rounds the least counts. Every forward result is compared with that of the kernels for
+Hopper first; the exit status is 1 where one differs. While torch compiles in processes of its own, nothing is timed. About half a minute a
+workload. time_mma_backward.py compares gradients and sizes of the backward pass.
 
     --workloads TEXT   names of workloads of the gpu suite, by semicolons
     --tiles TEXT       configurations of the forward pass beside the default, by semicolons
-    --rounds N         measurements of each of ours (3); the least counts
+    --rounds N         measurements of each peer and of each of ours (3)
     --seconds N        workloads that begin later are left out (300)
     --no-torch         without peers
 """
@@ -47,6 +48,8 @@ TILES: dict[str, dict[str, Any]] = {
 }
 MOST_ERROR = 5e-3
 """The largest norm of a difference from the kernels for Hopper, in norms of the result."""
+STEP = "both passes"
+"""The name of our training step beside those of TILES."""
 MMA_SYNC = "DISABLE_MMA_V3"
 """The variable by which Triton compiles products as mma.sync on Hopper, where it takes WGMMA without it."""
 
@@ -99,51 +102,78 @@ def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[],
 
 
 def serve_torch() -> None:
-    """Compiles the workload that each line of the input names, times it at the next line, and prints a line of JSON: peer ->
-    seconds of both passes, by CUDA events; {"error": why} in its place. There is one answer for every two lines, also where the
-    workload does not compile.
+    """Compiles the workload that a line of the input names. At each line "time" measures it once and prints a line of JSON: peer -> seconds
+    of both passes, by CUDA events; {"error": why} in its place. There is one answer for each "time", also where the workload does not
+    compile.
     """
     from flexjax.bench import torch_flex
     from flexjax.bench.suites import SUITES
 
     torch_flex.facts()
     named = {p.name: p for p in SUITES["gpu"]}
-    for line in sys.stdin:
-        answer: dict[str, Any] = {}
-        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    failed: dict[str, Any] = {}
+    for line in map(str.strip, sys.stdin):
+        if line != "time":
+            calls, failed = {}, {}
+            try:
+                calls = torch_calls(named[line])
+            except Exception as error:  # a peer that fails says so and the others go on
+                failed = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            continue
         try:
-            calls = torch_calls(named[line.strip()])
-        except Exception as error:  # a peer that fails says so and the others go on
-            answer["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        sys.stdin.readline()
-        try:
-            answer |= {n: [torch_flex.events(c, 5) for c in passes] for n, passes in calls.items()}
+            answer = failed or {n: [torch_flex.events(c, 3) for c in passes] for n, passes in calls.items()}
         except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+            answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
         print("answer " + json.dumps(answer), flush=True)
 
 
 def say(processes: list[Any], text: str) -> None:
-    """Writes a line to each torch process: a workload to compile, or "time" for what it has compiled."""
+    """Writes a line to each torch process: a workload to compile, or "time" to measure what it has compiled once."""
     for process in processes:
         process.stdin.write(text + "\n")
         process.stdin.flush()
 
 
-def answers(processes: list[Any], name: str) -> dict[str, list[float]]:
-    """Peer -> seconds of the forward and the backward pass, of one process after the other."""
+def answers(processes: list[Any]) -> tuple[dict[str, list[float]], set[str]]:
+    """(peer -> seconds of one measurement of the forward and of the backward pass, why peers failed), of one process after the other."""
     found: dict[str, list[float]] = {}
+    errors: set[str] = set()
     for process in processes:
         say([process], "time")
         for line in process.stdout:
             if line.startswith("answer "):
                 answer = json.loads(line[len("answer ") :])
                 if "error" in answer:
-                    print(f"{name}: torch {answer['error']}", flush=True)
+                    errors.add(answer["error"])
                 else:
                     found |= answer
                 break
-    return found
+    return found, errors
+
+
+def in_turns(
+    rounds: int, processes: list[Any], ours: dict[str, Callable[[], float]]
+) -> tuple[dict[str, list[float]], dict[str, float], set[str]]:
+    """Measures torch and our calls in turns, so that both see the same clocks of the GPU: in each round every torch process once, then each
+    of ours once.
+
+    ours   name -> a function that measures a call and returns seconds
+
+    Returns (peer -> its least seconds of the forward and of the backward pass, name -> the least seconds, why peers failed).
+    """
+    peers: dict[str, list[float]] = {}
+    own: dict[str, float] = {}
+    errors: set[str] = set()
+    for _ in range(rounds):
+        found, failed = answers(processes)
+        errors |= failed
+        for peer, passes in found.items():
+            peers[peer] = [min(pair) for pair in zip(peers.get(peer, passes), passes, strict=True)]
+        for name, measure in ours.items():
+            took = measure()
+            own[name] = min(own.get(name, took), took)
+    return peers, own, errors
 
 
 def forward(problem: Any, instruction: str | None, fields: dict[str, Any]) -> Any:
@@ -229,15 +259,18 @@ def main() -> int:
             if not gap < MOST_ERROR:
                 wrong += 1
                 print(f"{name:26} {tile:18} WRONG: differs by {gap:.2e}", flush=True)
-        both = time_mma_backward.step(problem, instruction="mma")[0]
-        jax.block_until_ready(both(**arrays, array=array))
-        peers = answers(processes, name)
-        seconds = lambda call, *given: min(gpu_peers.device_time(call, *given, calls=10)[0] for _ in range(args.rounds))
-        own = {tile: seconds(call, *operands) for tile, call in calls.items()}
-        for tile, took in own.items():
-            report(problem, "forward", tile, took, {p: t[0] for p, t in peers.items()} if tile == "default" else {})
-        if "default" in own:
-            took = seconds(functools.partial(both, **arrays, array=array)) - own["default"]
+        both = functools.partial(time_mma_backward.step(problem, instruction="mma")[0], **arrays, array=array)
+        jax.block_until_ready(both())
+        measure = lambda call, *given: lambda: gpu_peers.device_time(call, *given, calls=10)[0]
+        ours = {tile: measure(call, *operands) for tile, call in calls.items()}
+        peers, own, errors = in_turns(args.rounds, processes, ours | {STEP: measure(both)})
+        for error in sorted(errors):
+            print(f"{name}: torch {error}", flush=True)
+        for tile in calls:
+            beside = {p: t[0] for p, t in peers.items()} if tile == "default" else {}
+            report(problem, "forward", tile, own[tile], beside)
+        if "default" in calls:
+            took = own[STEP] - own["default"]
             report(problem, "backward", "default", took, {p: t[1] for p, t in peers.items()})
     for process in processes:
         process.stdin.close()
