@@ -30,6 +30,7 @@ _TABLE = (
     Case("narrower_values", (1, 4, 2, 127, 127, 64, 24), mask="causal", layout="BNTH"),
     Case("dim_1", (1, 2, 2, 37, 37, 1, 1), slow=True),
     Case("dim_17", (1, 2, 2, 37, 37, 17, 17), score="softcap", dtypes=("float32", "float16")),
+    Case("dim_192", (1, 4, 2, 77, 133, 192, 184), score="alibi", mask="causal", slow=True),
     Case("dim_256", (1, 1, 1, 37, 37, 256, 256), mask="causal", slow=True),
     Case("dim_320", (1, 2, 1, 37, 70, 320, 264), score="head_gate", mask="causal", captures=(("gate", normal(2)),), slow=True),
     Case("scale_given", (1, 2, 2, 37, 129, 16, 16), scale=0.375, slow=True),

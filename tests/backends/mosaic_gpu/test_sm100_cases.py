@@ -21,7 +21,7 @@ REFUSED = {
     "no_keys_masked": EMPTY,
     "dim_320": "The GPU kernels on tcgen05 take head dims up to 256, not 320 and 264.",
 }
-ON_MMA = {"forward": {"one_query", "lse_only_short"}, "backward": {"dim_256"}}
+ON_MMA = {"forward": {"one_query", "lse_only_short"}, "backward": {"dim_192", "dim_256"}}
 """Few queries beside many keys, which the decode kernel splits; and a backward pass above head dim 128."""
 
 
