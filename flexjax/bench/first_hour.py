@@ -176,8 +176,11 @@ def _rows(tasks: Sequence[Task], answers: Sequence[Answer]) -> list[Answer]:
 
 def ceilings(run: Run, found: Answer, until: float) -> Answer:
     """The stage "ceilings", the answer of first_hour_tasks.ceilings: by "matmul bfloat16 N", "matmul float16 N" and "memory read" a dict
-    with `rate`, `unit` and, where NVML says, `clock`; beside these dicts `seconds_taken`, a number. Where the task failed or took 120
-    seconds, {"failed": why} is in place of the dicts; where `until` came before its answer, {"unreached": why}.
+    with `rate`, `unit` and, where NVML says, `clock`; beside these dicts `seconds_taken`, a number. If there are no such dicts, it is
+
+    {"failed": why}      where the task raised (with `seconds_taken`), where its process died or could not start, or where it took 120
+                         seconds (with `ended_after`)
+    {"unreached": why}   where `until` came before its answer
 
     run     how tasks run; `small` makes products and read small
     found   not read

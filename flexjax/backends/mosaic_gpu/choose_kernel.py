@@ -1,7 +1,7 @@
 """Which kernels run a plan on a GPU, with which tiles: the one place that answers it.
 
     refuses_device(target, options)   why no kernel is for the device
-    mma_card(target, options)         the card whose mma.sync kernels run (sm80_*.py); None: the kernels for Hopper run
+    mma_card(target, options)         the card whose kernels on mma.sync (sm80_*.py) or tcgen05 run; None: those for Hopper run
 
     compute capability     kernels
     8.0, 8.6, 8.7, 8.9     mma.sync, tiles copied by cp.async

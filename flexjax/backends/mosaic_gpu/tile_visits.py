@@ -274,12 +274,15 @@ def owned_key_tile(
 ) -> KeyTileVisits:
     """Inside a kernel: the key tile that this CTA owns, with its visits, which `KeyTileVisits.each` reads from `lists` later.
 
+    The kernel is launched (`kernel_parts.launch`) with programs = kv_tiles * batch * key heads, on the one grid axis "program". Heads
+    count over all batch entries, those of entry 0 first. CTAs of a cluster have one number, so they own one tile together.
+
     plan           of the call
     visits         from `visits_for` with transposed=True, for the sizes of the kernel's key and query tiles
     lists, order   from `visit_lists` and `longest_first`, as Refs. With an order for each head, that of the first query
                    head of the key head counts; None: tiles in their own order
     kv_tiles       key tiles of a key head
-    head_major     whether the key tiles of one head have adjacent CTAs; otherwise the first of all heads come first
+    head_major     whether the key tiles of one head have adjacent numbers in the grid; otherwise the first tiles of all heads come first
     queries        of a visited tile
     """
     program = lax.axis_index("program")

@@ -133,7 +133,8 @@ class ForwardKernel:
         those of this pass (tile_math.py): where `KernelPlan.rounds_weights_alike` says so.
 
         Scores are then converted to base 2 before the row maximum is taken, and the maximum is rounded up to an integer. Scores that
-        may be large stay in base e, and their maximum becomes a multiple of ln 2 (`tile_math.whole_power`).
+        may be large stay in base e, and their maximum is rounded up to a multiple of ln 2 if its magnitude is below MAX_WHOLE
+        (`tile_math.whole_power`).
         """
         return self.plan.rounds_weights_alike
 
