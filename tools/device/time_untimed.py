@@ -47,10 +47,20 @@ class Case:
 
 
 FIRST = {"backward_dq_first": True}
+STORES = dict.fromkeys(("backward_minus_delta", "backward_ds_operand", "backward_fence"), True)
+FRAGMENTS, BETWEEN, STARTS = (
+    {"backward_dq_fragments": True},
+    {"backward_dq_between": True},
+    {"backward_both_starts": True},
+)
+BESIDE = {"backward_dq_beside": True, "backward_early_zeros": True}
+LATE = (STORES, STORES | BESIDE, STORES | BESIDE | FRAGMENTS, STORES | FRAGMENTS | BETWEEN)
 CASES = (
-    Case("full d64", True, True, (FIRST,)),
-    Case("causal d64", True, True, ()),
-    Case("causal d64", True, False, ()),
+    Case("causal d64", True, True, LATE),
+    Case(
+        "full d64", True, True, (STARTS, STORES | STARTS, STORES | STARTS | FIRST, STORES | STARTS | FIRST | FRAGMENTS)
+    ),
+    Case("causal d64", True, False, LATE[2:]),
     Case("causal d128", True, False, ()),
     Case("causal d64", False, True, ()),
     Case("12 documents d128", False, True, ()),

@@ -38,6 +38,7 @@ class FusedTiles(typing.NamedTuple):
                                        tiles of all of them first; 0: by `head_major`
     dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
                                        one visit later (`backward_sm90_fused._FusedSetup.dq_is_late`)
+    dq_fragments                       dQ tiles are in the order of the registers of WGMMA (backward_fused_stores.py)
     """
 
     queries: int
@@ -47,6 +48,7 @@ class FusedTiles(typing.NamedTuple):
     head_major: bool = True
     heads: int = 0
     dq_first: bool = False
+    dq_fragments: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -112,7 +114,7 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
         key=SwizzledTiles((FUSED_KEYS, dim), plan.dtype, swizzle),
         value=SwizzledTiles((FUSED_KEYS, value_dim), plan.dtype),
         ds=SwizzledTiles((DS_SLOTS, FUSED_KEYS, tiles.queries), plan.dtype, swizzle),
-        dq=SwizzledTiles((tiles.dq_slots, GROUPS * ROWS, columns), "float32"),
+        dq=(PlainArray if tiles.dq_fragments else SwizzledTiles)((tiles.dq_slots, GROUPS * ROWS, columns), "float32"),
         query_full=Barriers(tiles.query_slots, 2),
         out_full=Barriers(tiles.out_slots),
         own_full=Barriers(arrivals=2),
@@ -147,7 +149,8 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
-            tiles = tiles._replace(dq_first=_dq_first(plan, queries))
+            fragments = untimed.choices().backward_dq_fragments and queries == GROUPS * ROWS
+            tiles = tiles._replace(dq_first=_dq_first(plan, queries), dq_fragments=fragments)
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None

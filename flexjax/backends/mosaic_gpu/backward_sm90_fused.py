@@ -37,6 +37,7 @@ keys and values.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +48,10 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir as mlir
 
-from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits, untimed
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
+from flexjax.backends.mosaic_gpu.backward_fused_stores import from_fragments, write_fragments, write_operand
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedTiles, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits, OwnKeys, QueryVisits, query_visits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
@@ -108,6 +110,7 @@ class _FusedSetup:
     order      of the additions to dQ, None for any order
     kv_tiles   key tiles of a key head
     q_tiles    query tiles of a query head
+    choices    untimed choices (untimed.py)
     """
 
     plan: KernelPlan
@@ -116,6 +119,7 @@ class _FusedSetup:
     order: DqOrder | None
     kv_tiles: int
     q_tiles: int
+    choices: untimed.Untimed
 
     @property
     def simulated(self) -> bool:
@@ -136,6 +140,29 @@ class _FusedSetup:
     def dq_tiles(self) -> int:
         """Number of dQ tiles in memory: one for each batch entry, query head, partial sum and query tile."""
         return self.plan.batch * self.plan.q_heads * self.sums * self.q_tiles
+
+    @property
+    def dq_is_between(self) -> bool:
+        """Whether late dQ is multiplied between dV and dK of a visit, with the choice `backward_dq_between` and tiles of 128 queries, instead
+        of beside S.
+        """
+        late = self.dq_is_late and self.math.starts_at_minus_delta
+        return self.choices.backward_dq_between and late and self.tiles.dq_by_queries
+
+    @property
+    def starts_together(self) -> bool:
+        """Whether the products S^T and dP^T of a visit are started one right after the other: where `dq_is_between`, and with the choice
+        `backward_both_starts` where dQ is not late and the accumulator of dP starts from -delta.
+        """
+        early = self.choices.backward_both_starts and not self.dq_is_late and self.math.starts_at_minus_delta
+        return self.dq_is_between or early
+
+    @property
+    def stores_minus_delta(self) -> bool:
+        """Whether the row statistics in memory are lse2 and -delta, instead of lse2 and delta: with the choice `backward_minus_delta`
+        where the accumulator of dP starts from -delta.
+        """
+        return self.choices.backward_minus_delta and self.math.starts_at_minus_delta
 
     @property
     def dq_is_late(self) -> bool:
@@ -169,7 +196,7 @@ def backward_fused(
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
+    setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles, untimed.choices())
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The fused kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing
@@ -182,6 +209,8 @@ def backward_fused(
         when(group == GROUPS)(cta.copy_in)
         when(group == GROUPS + 1)(cta.add_dq)
 
+    if setup.stores_minus_delta:
+        tokens = tokens._replace(stats=tokens.stats * jnp.array([1.0, -1.0])[:, None])
     dq_shape = (setup.dq_tiles * GROUPS * ROWS, tiles.dq_columns(tokens.query.shape[-1]))
     first_stores = chosen.ordered and not setup.simulated  # the first addition to a tile is a store
     dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
@@ -200,6 +229,8 @@ def backward_fused(
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
+    if tiles.dq_fragments:
+        dq_tiles = from_fragments(dq_tiles)
     return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
@@ -495,6 +526,7 @@ class _ComputingWarpgroup:
         it waits for the dS^T of the other warpgroup.
         """
         setup, scratch, products, late = self.setup, self.scratch, self.products, self.setup.dq_is_late
+        choices = setup.choices
         q_slot, out_slot = self.cta.rings.slots(number)
         ds_slot = common.slot_of(number, DS_SLOTS)
         q_now = scratch.query.at[q_slot]
@@ -508,12 +540,48 @@ class _ComputingWarpgroup:
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
-        def cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+        def cotangents(s_acc: Ref, dp_acc: Ref, **rest: typing.Any) -> jax.Array:
             """dS^T of the visit (`score_cotangents`); `scores` must have started the product into s_acc.
 
             s_acc, dp_acc   accumulators for S^T and dP^T; that of dP^T is 0
+            rest            `started` and `beside` of `score_cotangents`
             """
-            return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, scratch.value.at[mine], (q_slot, out_slot))
+            own_v, slots = scratch.value.at[mine], (q_slot, out_slot)
+            return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, own_v, slots, **rest)
+
+        def together(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+            """dS^T of the visit: sets the accumulator of dP^T to -delta before the product S^T starts, so that the compiler does not wait for
+            S^T before that of dP^T (C7517).
+
+            s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
+            """
+            products.start(dp_acc, self.math.broadcast(self.start_of_dp(q_slot), "q"))
+            products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
+            return cotangents(s_acc, dp_acc, started=True)
+
+        def with_late_zeros(s_acc: Ref) -> jax.Array:
+            """`after_late_dq` with the choice `backward_early_zeros`: the accumulator of dQ exists only after the wait for dS^T.
+
+            s_acc   accumulator for S^T, 0 at the start
+            """
+            products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
+            plgpu.barrier_wait(scratch.ds_ready)
+
+            def last_dq(dq_acc: Ref) -> jax.Array:
+                """This warpgroup's half of dQ of the visit before, of which `dq_acc` is the accumulator, 0 at the start."""
+                self.start_dq(dq_acc, 1 - ds_slot)
+                return products.read(dq_acc)
+
+            return hand_over_beside(s_acc, products.accumulators(last_dq, self.dq_part))
+
+        def hand_over_beside(s_acc: Ref, dq: jax.Array) -> jax.Array:
+            """dS^T of the visit, where dQ is late; hands over `dq`, this warpgroup's half of dQ of the visit before. `s_acc` is S^T."""
+            publish = functools.partial(self.publish, scratch.dq_full.at[self.dq_slot(number)])
+            self.write_dq(dq, number)
+            if not choices.backward_dq_beside:
+                publish()
+            body = functools.partial(cotangents, s_acc, beside=publish if choices.backward_dq_beside else None)
+            return products.accumulators(body, self.math.shape)
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
             """dS^T of the visit, where dQ is late: starts S^T, and while that product is in flight waits for dS^T of
@@ -525,8 +593,7 @@ class _ComputingWarpgroup:
             scores(s_acc)
             plgpu.barrier_wait(scratch.ds_ready)
             self.start_dq(dq_acc, 1 - ds_slot)
-            self.hand_over_dq(products.read(dq_acc), number)
-            return products.accumulators(functools.partial(cotangents, s_acc), self.math.shape)
+            return hand_over_beside(s_acc, products.read(dq_acc))
 
         def without_late_dq(s_acc: Ref, dp_acc: Ref) -> jax.Array:
             """dS^T of the visit, where dQ is not late: starts S^T, then computes dS^T.
@@ -536,13 +603,21 @@ class _ComputingWarpgroup:
             scores(s_acc)
             return cotangents(s_acc, dp_acc)
 
-        if late:
+        if setup.starts_together:
+            plgpu.barrier_wait(scratch.query_full.at[q_slot])
+            ds = products.accumulators(together, self.math.shape, self.math.shape)
+        elif late and choices.backward_early_zeros:
+            plgpu.barrier_wait(scratch.query_full.at[q_slot])
+            ds = products.accumulators(with_late_zeros, self.math.shape)
+        elif late:
             ds = products.accumulators(after_late_dq, self.math.shape, self.dq_part)
         else:
             ds = products.accumulators(without_late_dq, self.math.shape, self.math.shape)
-        scratch.ds.at[ds_slot, mine][...] = ds
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.ds_ready)
+        if setup.dq_is_between:
+            self.dq_between(ds, number, dk_acc)
+            return
+        self.write_ds(ds, ds_slot)
+        self.publish(scratch.ds_ready)
         if setup.tiles.dq_first and not late:
             self.dq_then_dk(ds, number, dk_acc)
             return
@@ -566,6 +641,48 @@ class _ComputingWarpgroup:
             return products.read(dq_acc)
 
         self.hand_over_dq(products.accumulators(own_dq, self.dq_part), number)
+
+    def write_ds(self, ds: jax.Array, ds_slot: Scalar) -> None:
+        """Writes dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, to slot `ds_slot` of shared memory."""
+        mine = pl.ds(common.not_hoisted(self.group, self.setup.simulated) * ROWS, ROWS)
+        target = self.scratch.ds.at[ds_slot, mine]
+        if self.setup.choices.backward_ds_operand and self.setup.tiles.dq_by_queries:
+            write_operand(ds, target, self.setup.simulated)
+        else:
+            target[...] = ds
+
+    def dq_between(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
+        """The last two products of a visit where dQ of the visit before is multiplied between dV and dK: dQ, then dK, beside which dQ is
+        handed over. Frees the slots of dO and of Q.
+
+        ds       dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, in registers
+        number   running number of the visit, which gives the slots
+        dk_acc   accumulator of dK
+
+        It arrives at `ds_ready` only after its product for dQ is finished, because the other warpgroup then writes its dS^T of the next
+        visit over the one that this product reads. Nobody waits for that arrival before the next visit's product for dQ.
+        """
+        scratch, products = self.scratch, self.products
+        q_slot, out_slot = self.cta.rings.slots(number)
+        ds_slot = common.slot_of(number, DS_SLOTS)
+        plgpu.barrier_wait(scratch.ds_ready)
+        self.write_ds(ds, ds_slot)
+
+        def last_dq(dq_acc: Ref) -> jax.Array:
+            """This warpgroup's half of dQ of the visit before without scale, of the shape `dq_part`, float32; at the return the product
+            for dK is in flight. `dq_acc` is its accumulator, 0 at the start.
+            """
+            self.start_dq(dq_acc, 1 - ds_slot)
+            products.add(dk_acc, ds, scratch.query.at[q_slot])
+            return products.read(dq_acc, 1)
+
+        dq = products.accumulators(last_dq, self.dq_part)
+        products.release(scratch.out_free.at[out_slot])
+        self.write_dq(dq, number)
+        self.publish(scratch.dq_full.at[self.dq_slot(number)])
+        plgpu.barrier_arrive(scratch.ds_ready)
+        products.wait(0)
+        products.release(scratch.query_free.at[q_slot])
 
     def dq_then_dk(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
         """The last two products of a visit where dQ comes first: dQ once both warpgroups have written dS^T, then dK, beside which dQ
@@ -601,6 +718,8 @@ class _ComputingWarpgroup:
         dv_acc: Ref,
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
+        started: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> jax.Array:
         """Computes dP^T = V dO^T, once dO has arrived, and from it and S^T dS^T of one visit, [ROWS, queries] in the
         dtype of the operands; also starts the product for dV.
@@ -610,6 +729,8 @@ class _ComputingWarpgroup:
         dp_acc, dv_acc   accumulators for dP^T and dV
         own_v            this warpgroup's values in shared memory
         slots            (slot of Q and its statistics, slot of dO)
+        started          whether dp_acc is -delta already; otherwise it is 0
+        beside           called once the product for dP^T is started
 
         With tiles of 128 queries, whose registers are scarce, lse2 is read after S^T and the product for dV starts
         after dS^T; otherwise both come earlier. The product for dV is in flight at the return.
@@ -618,11 +739,16 @@ class _ComputingWarpgroup:
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
         out_now = scratch.d_out.at[out_slot]
         large_tile = setup.tiles.dq_by_queries  # registers are scarce: lse2 late, and the product for dV after dS
-        delta = math.broadcast(rings.statistic(1, q_slot), "q")
+        delta = None
         if math.starts_at_minus_delta:
-            products.start(dp_acc, -delta)
+            if not started:
+                products.start(dp_acc, math.broadcast(self.start_of_dp(q_slot), "q"))
+        else:
+            delta = math.broadcast(rings.statistic(1, q_slot), "q")
         plgpu.barrier_wait(scratch.out_full.at[out_slot])
         products.add(dp_acc, own_v, out_now, b_t=True)
+        if beside is not None:
+            beside()
         lse2 = None if large_tile else rings.statistic(0, q_slot)
         s = products.read(s_acc, 1)
         found = tile.probabilities(s, rings.statistic(0, q_slot) if lse2 is None else lse2)
@@ -631,10 +757,17 @@ class _ComputingWarpgroup:
         if not large_tile:
             add_to_dv()
         dp = products.read(dp_acc, 0 if large_tile else 1)
-        ds = found.cotangent(factor, dp, None if math.starts_at_minus_delta else delta).astype(dtype)
+        ds = found.cotangent(factor, dp, delta).astype(dtype)
         if large_tile:
             add_to_dv()
         return ds
+
+    def start_of_dp(self, q_slot: Scalar) -> jax.Array:
+        """-delta of the queries in slot `q_slot`, [queries] float32, a vector along the columns of a transposed tile: where the accumulator
+        of dP^T starts (`TileMath.starts_at_minus_delta`).
+        """
+        delta = self.cta.rings.statistic(1, q_slot)
+        return delta if self.setup.stores_minus_delta else -delta
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
         """Starts the product dS K, without scale, for this warpgroup's half of a dQ tile: half of the queries
@@ -652,23 +785,44 @@ class _ComputingWarpgroup:
             self.products.add(dq_acc, self.scratch.ds.at[ds_slot], half, a_t=True)
 
     def hand_over_dq(self, dq: jax.Array, number: Scalar) -> None:
-        """Writes the half of a dQ tile to shared memory once its slot is free, and tells the adding warpgroup.
+        """Writes the half of a dQ tile to shared memory (`write_dq`), and tells the adding warpgroup."""
+        self.write_dq(dq, number)
+        self.publish(self.scratch.dq_full.at[self.dq_slot(number)])
+
+    def dq_slot(self, number: Scalar) -> Scalar:
+        """The slot of the dQ tile with the running number `number`."""
+        return common.slot_of(number, self.setup.tiles.dq_slots)
+
+    def write_dq(self, dq: jax.Array, number: Scalar) -> None:
+        """Writes the half of a dQ tile to shared memory once its slot is free.
 
         dq       of the shape `dq_part`, float32
         number   running number of the dQ tile, which gives its slot. Where dQ is late every call waits for the slot;
                  otherwise the first calls, one for each slot, do not wait
         """
         scratch, slots = self.scratch, self.setup.tiles.dq_slots
-        slot = common.slot_of(number, slots)
+        slot = self.dq_slot(number)
         if (
             self.setup.dq_is_late
         ):  # a branch beside in-flight products costs registers: `add_dq` frees all slots at first
             plgpu.barrier_wait(scratch.dq_free.at[slot])
         else:
             when(number >= slots)(lambda: plgpu.barrier_wait(scratch.dq_free.at[slot]))
-        scratch.dq.at[slot, pl.ds(self.group * ROWS, ROWS)][...] = dq
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.dq_full.at[slot])
+        half = scratch.dq.at[slot, pl.ds(self.group * ROWS, ROWS)]
+        if self.setup.tiles.dq_fragments:
+            write_fragments(dq, half, self.setup.simulated)
+        else:
+            half[...] = dq
+
+    def publish(self, barrier: Ref) -> None:
+        """Makes what this warpgroup wrote to shared memory visible to TMA and WGMMA, and arrives at `barrier`. With the choice
+        `backward_fence` no thread waits for the others, because each arrives at the barrier after its own fence.
+        """
+        if self.setup.choices.backward_fence:
+            kernel_parts.fence_shared(self.setup.simulated)
+        else:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
 
     def finish_late_dq(self, total: Scalar) -> None:
         """Computes and hands over dQ of the last visit; called after all visits where dQ is late, because there each

@@ -27,6 +27,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import nvvm
 
 from flexjax.backends.mosaic_gpu.allocation import allocated
 from flexjax.backends.mosaic_gpu.columns import COLUMNS
@@ -230,6 +231,23 @@ def ptx(instructions: str, *operands: ir.Value, result: ir.Type | None = None) -
     result         the MLIR type of the result. None: there is none, and the returned value means nothing
     """
     return mgpu_utils.inline_ptx(instructions, *operands, result_types=result, has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
+
+
+def fence_shared(interpret: bool) -> None:
+    """Makes what the calling thread wrote to shared memory visible to TMA and WGMMA, for a reader that waits at an mbarrier at which every
+    thread of the warpgroup arrives after this. Unlike `plgpu.commit_smem` it does not wait for the other threads; in the simulator it is
+    `plgpu.commit_smem`.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @inline_mgpu()
+    def fence() -> None:
+        """The fence between the threads' writes and the asynchronous proxy."""
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    fence()
 
 
 def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:

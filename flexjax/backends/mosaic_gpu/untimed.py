@@ -20,9 +20,26 @@ class Untimed:
 
     backward_dq_first     fused kernel with tiles of 128 queries, without score_mod and dropout: dQ is multiplied before dK and stored
                           beside it, where it is not late
+    backward_fence        fused kernel: dS and dQ in shared memory are published by a fence in each thread, without a barrier of the warpgroup
+    backward_dq_beside    fused kernel with tiles of 128 queries and late dQ: dQ is published beside the product for dP, not before it
+    backward_ds_operand   fused kernel with tiles of 128 queries: dS is stored from the registers that the product for dK reads, in their order
+    backward_dq_fragments fused kernel with tiles of 128 queries: dQ tiles are stored and added in the order of the registers of WGMMA
+    backward_minus_delta  fused kernel: the row statistics in memory are lse2 and -delta, so that no thread changes the sign
+    backward_dq_between   fused kernel with tiles of 128 queries and late dQ: dQ of the visit before is multiplied between dV and dK, and S and dP
+                          start together
+    backward_early_zeros  fused kernel with tiles of 128 queries: accumulators are set to zero after the waits for the operands
+    backward_both_starts  fused kernel where dQ is not late: the accumulator of dP is set to -delta before the product for S starts
     """
 
     backward_dq_first: bool = False
+    backward_fence: bool = False
+    backward_dq_beside: bool = False
+    backward_ds_operand: bool = False
+    backward_dq_fragments: bool = False
+    backward_minus_delta: bool = False
+    backward_dq_between: bool = False
+    backward_early_zeros: bool = False
+    backward_both_starts: bool = False
 
 
 _CHOICES: contextvars.ContextVar[Untimed | None] = contextvars.ContextVar("untimed", default=None)

@@ -60,6 +60,9 @@ def test_all_are_off_and_end_with_their_context() -> None:
 
 # ------------------------------------------------------------------- the fused kernel
 
+STORES = "backward_minus_delta backward_ds_operand backward_dq_fragments backward_fence"
+"""Choices of the statistics and of the stores to shared memory, which go with any order of the products."""
+
 
 def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
     fused = choose_kernel.backward_kernels(_kernel_plan(benched(), True))
@@ -84,26 +87,32 @@ def test_heads_side_by_side_in_any_order_for_full_and_causal_masks() -> None:
 @pytest.mark.parametrize(
     ("choices", "deterministic", "mask"),
     some_slow(
-        [({}, True, causal), ({"backward_dq_first": True}, True, None), ({}, False, causal)],
+        [
+            ("", True, causal),
+            ("backward_dq_first", True, None),
+            ("", False, causal),
+            (f"backward_dq_between {STORES}", True, causal),
+            (f"backward_dq_beside backward_early_zeros {STORES}", True, causal),
+            (f"backward_dq_first backward_both_starts {STORES}", True, None),
+            (f"backward_dq_between {STORES}", False, None),
+        ],
         [],
     ),
 )
 @ENOUGH_THREADS
-def test_fused_kernel(
-    choices: dict[str, bool], deterministic: bool, mask: typing.Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_kernel(choices: str, deterministic: bool, mask: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upward in a fixed order, dQ before dK, and heads side by side in any order."""
     monkeypatch.setattr(dq_order, "MOST_UPWARD_DELAY", 100.0)
     monkeypatch.setattr(dq_order, "HEADS", 2)
     monkeypatch.setattr(dq_order, "L2_BYTES", 1)
     case: dict[str, typing.Any] = dict(heads=3, kv_heads=3, q_len=384, kv_len=384, mask=mask)
-    with untimed.using(**choices):
+    with untimed.using(**dict.fromkeys(choices.split(), True)):
         check_one_kernel(monkeypatch, deterministic, 128, **case)
         options = KernelOptions(deterministic=deterministic, block_q_bwd=128)
         plan = backward_problem(**case, dim=64, options=options).plan
         fused = choose_kernel.backward_kernels(plan)
         assert isinstance(fused, choose_kernel.FusedKernel)
         order = dq_order.order_for(plan, 3, 3)
-    assert fused.tiles.dq_first == bool(choices)
+    assert fused.tiles.dq_first == ("backward_dq_first" in choices)
     assert fused.tiles.heads == 2
     assert order.waits == (mask is None)
