@@ -18,6 +18,7 @@ describe_kernels.py has the choice as text.
     mma_decode_kernel(..)    the same on mma.sync of a card, chosen by the same rules
     many_in_pages(plan)      whether keys lie in pages and the forward kernel runs, because the queries are many
     reads_pages(plan, card)  whether it then reads the pages in place; else their keys are gathered
+    views_as_pages(..)       whether it reads contiguous keys with lengths as if they were pages, so that NaN past a length need no copy
     widens_pools(..)         whether a quantised pool becomes one of 16 bits first, so that its pages are read in place
     forward_blocks(plan)     the mask blocks that the forward kernel visits, where they are not the mask's own
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
@@ -80,6 +81,8 @@ MOST_DELAY = 0.12
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
+VIEWED_PAGE = 128
+"""Keys of the pages as which `views_as_pages` has contiguous keys read: those of the largest key tile, which is then one copy."""
 KEYS_A_ROW = 8
 """The fewest keys for each packed row at which the decode kernel is expected to be faster: its partial results are then at
 most a quarter of its memory traffic."""
@@ -184,8 +187,32 @@ def reads_pages(plan: KernelPlan, card: Card | None) -> bool:
     or are float32, if pages are no multiple of 8 keys, which the copies need, and on Hopper if two CTAs share the columns of the head
     dims: the keys are then gathered before the forward kernel starts.
     """
-    plain = plan.cache_dtype is None and parts_of(plan) == 1 and (card is not None or ctas_of(plan) == 1)
-    return many_in_pages(plan) and plain and plan.page % decode_tiles.COPY_ROWS == 0
+    aligned = plan.page % decode_tiles.COPY_ROWS == 0
+    return many_in_pages(plan) and plan.cache_dtype is None and aligned and _kernel_reads_pages(plan, card)
+
+
+def views_as_pages(plan: KernelPlan, card: Card | None) -> bool:
+    """Whether the forward kernel reads the contiguous keys and values of a plan with key lengths as pages of VIEWED_PAGE keys
+    (`pages.as_pages`), where no decode kernel runs it. That kernel reads no key past a length, so that keys and values need no copy with
+    0 there, which NaN past a length would otherwise ask for.
+
+    card   as for `reads_pages`
+
+    Only where keys are more than queries, as in a buffer: beside as many queries the copy is a few percent of the products, and no GPU has
+    compared the two ways. The bits are the same. False also where such pages are no view of the arrays (layout BNTH, or a number of keys
+    that VIEWED_PAGE does not divide), for extra features, which are joined to the keys by a copy, and where the kernel reads no pages in
+    place (float32, columns shared by two CTAs).
+    """
+    view = plan.layout == "BTNH" and plan.kv_len % VIEWED_PAGE == 0 and plan.extra_dim == 0
+    buffer = plan.page == 0 and plan.lengths[1] and plan.kv_len > plan.q_len
+    return buffer and view and _kernel_reads_pages(plan, card)
+
+
+def _kernel_reads_pages(plan: KernelPlan, card: Card | None) -> bool:
+    """Whether the forward kernel reads pages of the plan's dtype in place: of 16 bits and, on Hopper, of head dims whose columns no two
+    CTAs share.
+    """
+    return parts_of(plan) == 1 and (card is not None or ctas_of(plan) == 1)
 
 
 def widens_pools(plan: KernelPlan, stored_pages: int, card: Card | None) -> bool:

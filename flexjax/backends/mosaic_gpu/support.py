@@ -318,7 +318,8 @@ class MosaicGpu:
         """Runs the forward kernel, or the decode kernel where choose_kernel.py takes that one, for few queries; for a plan that `refuses`
         does not refuse: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None). Queries that do
         not exist get out 0 and lse -inf. For the forward kernel keys in pages are gathered first, unless it reads them in place;
-        quantised pools may be widened for that (`choose_kernel.widens_pools`). On Hopper only the number of CTAs follows from the target
+        quantised pools may be widened for that (`choose_kernel.widens_pools`). Contiguous keys with lengths are read as pages where that
+        saves a copy (`choose_kernel.views_as_pages`). On Hopper only the number of CTAs follows from the target
         (REFERENCE_SMS where its number of cores is not known), and no result depends on it; the tile follows from the plan. The tile of
         the kernel on mma.sync also follows from the compute capability.
         """
@@ -342,6 +343,9 @@ class MosaicGpu:
             plan, operands = pages.widened(plan, operands)
         given = plan, operands
         in_pages = choose_kernel.reads_pages(plan, card)
+        if choose_kernel.views_as_pages(plan, card):
+            in_pages = True
+            plan, operands = pages.as_pages(plan, operands, choose_kernel.VIEWED_PAGE)
         key_pages = None
         if in_pages:
             from flexjax.backends.mosaic_gpu import forward_pages

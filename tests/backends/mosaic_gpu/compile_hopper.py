@@ -34,15 +34,17 @@ def missing_disassembler() -> str | None:
     return missing()
 
 
-def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
-    """Compiles for one GPU at the shapes of `args`."""
+def compile_for_hopper(
+    function: typing.Callable, *args: typing.Any, donate_argnums: tuple[int, ...] = ()
+) -> typing.Any:
+    """The function compiled for one GPU at the shapes of `args`."""
     import jax
     from jax.experimental import topologies
 
     mesh = topologies.make_mesh(topo=topology(1), mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    jax.jit(function).lower(*args).compile()
+    return jax.jit(function, donate_argnums=donate_argnums).lower(*args).compile()
 
 
 def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, specs: typing.Any) -> str:

@@ -101,6 +101,12 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             "tile": three,
         },
         "pages of 64": {"page": 64, "mask": causal, "dim": 128, "kv_len": 512},
+        "pages of 128": {
+            "page": 128,
+            "mask": causal,
+            "dim": 64,
+            "kv_len": 512,
+        },  # as contiguous keys with lengths are read
         "pages of 8, ALiBi": {
             "page": 8,
             "mask": causal,

@@ -1,4 +1,5 @@
-"""How many kernels XLA launches for a call over pages, compiled for Hopper: few beside attention, however the queries come.
+"""How many kernels XLA launches for a call over pages, compiled for Hopper: few beside attention, however the queries come. And how much
+memory it takes for calls that read a cache: none that grows with the cache.
 
 Compiled in a child process, which this file also is: `python test_launches.py name...`.
 """
@@ -29,6 +30,9 @@ if jax.__version_info__ < (0, 11):
 PAGE, COLUMNS, HEADS, KEY_HEADS, DIM = 64, 64, 32, 8, 128
 MOST = {"one query": 6, "ragged": 16, "ragged, many queries": 36, "shared prefix": 24}
 """Kernels, and copies by XLA, beside those of attention; with the two that merge partial results."""
+
+BUFFERS = {"512 queries": 512, "8 queries and dropout": 8}
+"""Queries of calls on a contiguous buffer of keys with lengths, which the forward kernel runs."""
 
 
 def step(name: str) -> tuple[typing.Callable, list[jax.ShapeDtypeStruct]]:
@@ -66,16 +70,43 @@ def launches(name: str) -> tuple[int, int]:
     return kinds.count("custom-call"), sum(kinds.count(kind) for kind in others)
 
 
-@pytest.mark.slow
-def test_launches() -> None:
+def temporaries(name: str) -> tuple[int, int]:
+    """(bytes of temporaries, bytes of keys and values) of a call of BUFFERS."""
+    batch, keys, queries = 4, 32768, BUFFERS[name]
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if "dropout" in name else {}
+    attend = lambda q, k, v, lengths: flexjax.flex_attention(
+        q, k, v, key_value_seq_lengths=lengths, implementation="mosaic_gpu", **dropout
+    )
+    cache = bf16(batch, keys, KEY_HEADS, DIM)
+    arrays = bf16(batch, queries, HEADS, DIM), cache, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
+    memory = compile_hopper.compile_for_hopper(attend, *arrays).memory_analysis()
+    return memory.temp_size_in_bytes, 2 * cache.size * 2
+
+
+def in_child(*arguments: str) -> str:
+    """What a child process with these arguments prints."""
     reason = compile_hopper.missing()
     if reason:
         pytest.skip(reason)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, __file__, *MOST]
+    command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = re.findall(r"^found (.+): (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def test_keys_with_lengths_are_not_copied() -> None:
+    """Contiguous keys whose slots past a length may hold NaN."""
+    found = re.findall(r"^found (.+): (\d+) (\d+)$", in_child(*BUFFERS), re.MULTILINE)
+    assert [name for name, *_ in found] == list(BUFFERS)
+    for name, temporary, cache in found:
+        assert int(temporary) < int(cache) / 100, f"{name}: {temporary} bytes of temporaries"
+
+
+@pytest.mark.slow
+def test_launches() -> None:
+    found = re.findall(r"^found (.+): (\d+) (\d+)$", in_child(*MOST), re.MULTILINE)
     assert [name for name, *_ in found] == list(MOST)
     for name, attention, others in found:
         assert int(attention) == (2 if name in ("ragged, many queries", "shared prefix") else 1), name
@@ -84,4 +115,5 @@ def test_launches() -> None:
 
 if __name__ == "__main__":
     for each in sys.argv[1:]:
-        print(f"found {each}: {' '.join(map(str, launches(each)))}", flush=True)
+        numbers = temporaries if each in BUFFERS else launches
+        print(f"found {each}: {' '.join(map(str, numbers(each)))}", flush=True)

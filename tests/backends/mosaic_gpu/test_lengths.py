@@ -1,5 +1,6 @@
 """Queries and keys that do not exist, on the simulated kernels: NaN in their slots reaches neither results nor gradients."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from flexjax import Implementation, KernelOptions
+from tests.marks import some_slow
 
 B, T, S, D = 2, 40, 128, 16
 
@@ -42,3 +44,53 @@ def test_slots_past_the_lengths_hold_nan() -> None:
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want[np.isfinite(want)]).max())
         np.testing.assert_array_equal(got == 0, want == 0)
+
+
+MANY = [(None, "none"), (None, "causal"), ("mma", "causal"), ("8.0", "blocks"), ("tcgen05", "causal"), (None, "blocks")]
+"""Families of kernels (8.0: those that copy by cp.async), and what the call masks."""
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # of what is hidden
+@pytest.mark.parametrize(("family", "masked"), some_slow(MANY, MANY[1:2]))
+def test_many_queries_over_a_buffer(family: Any, masked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 rows of a key head read the buffer in place where its length is a multiple of 128: NaN past the lengths reaches nothing,
+    and the bits are those of a longer buffer, and of one of another length, whose keys are copied.
+    """
+    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+
+    if family == "8.0":
+        monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS["8.0"], capability="9.0"))
+    simulated = KernelOptions(interpret=True, instruction="mma" if family == "8.0" else family)
+    lengths, tokens = (131, 0, 190), 72
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, k, v, bias = draw(3, tokens, 2, 16), draw(3, 384, 1, 16), draw(3, 384, 1, 32), jnp.asarray(draw(2, 384))
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = np.nan
+    mask = None if masked == "none" else flexjax.masks.causal
+    viewed, views = [], choose_kernel.views_as_pages
+    monkeypatch.setattr(choose_kernel, "views_as_pages", lambda *given: viewed.append(views(*given)) or viewed[-1])
+
+    def results(keys: int, implementation: Implementation) -> Any:
+        origin = flexjax.Origin(query="end")
+        blocks = None
+        if masked == "blocks":
+            blocks = flexjax.create_block_mask(mask, 3, 1, tokens, keys, block_size=(72, 64))
+            origin = None
+        out, aux = flexjax.flex_attention(
+            *(jnp.asarray(x, jnp.bfloat16) for x in (q, k[:, :keys], v[:, :keys])),
+            score_mod=lambda score, b, h, q, kv: score + bias[h, kv],
+            mask_mod=mask if blocks is None else None, block_mask=blocks, origin=origin,
+            key_value_seq_lengths=jnp.asarray(lengths), implementation=implementation,
+            return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
+            kernel_options=simulated if implementation == "mosaic_gpu" else None,
+        )  # fmt: skip
+        return [np.asarray(x, np.float32) for x in (out, aux.lse, aux.max_scores)]
+
+    found = [results(keys, "mosaic_gpu") for keys in (256, 384, 200)]
+    assert viewed == [True, True, False]
+    for got, want in zip(found[0], results(256, "reference"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-2)
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
