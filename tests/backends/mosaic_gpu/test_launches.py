@@ -33,6 +33,7 @@ MOST = {"one query": 6, "ragged": 16, "ragged, many queries": 36, "shared prefix
 
 BUFFERS = {"512 queries": 512, "8 queries and dropout": 8}
 """Queries of calls on a contiguous buffer of keys with lengths, which the forward kernel runs."""
+CACHES = ("bfloat16", "int8")
 
 
 def step(name: str) -> tuple[typing.Callable, list[jax.ShapeDtypeStruct]]:
@@ -84,6 +85,29 @@ def temporaries(name: str) -> tuple[int, int]:
     return memory.temp_size_in_bytes, 2 * cache.size * 2
 
 
+def served(stored: str) -> tuple[int, int, int, int]:
+    """(bytes of temporaries, bytes of the pools, bytes that results share with donated arrays, copies of a pool) of a step of serving with
+    a donated cache: room for a token, its key and value, attention.
+    """
+    requests = 16
+    pool = requests * COLUMNS
+    cache = jax.eval_shape(lambda: paged.empty(pool, PAGE, KEY_HEADS, DIM, dtype=stored))
+    table = jax.eval_shape(lambda: paged.table(requests, COLUMNS, pool, PAGE))
+    rows = lambda heads: jax.ShapeDtypeStruct((requests, 1, heads, DIM), jnp.bfloat16)
+
+    def step(query, key, value, cache, table):
+        table, granted = paged.allocate(table, table.lengths + 1)
+        cache, table = paged.append(cache, table, key, value)
+        return flexjax.paged_attention(query, cache, table, implementation="mosaic_gpu"), cache, table, granted
+
+    given = rows(HEADS), rows(KEY_HEADS), rows(KEY_HEADS), cache, table
+    compiled = compile_hopper.compile_for_hopper(step, *given, donate_argnums=(3, 4))
+    memory, shape = compiled.memory_analysis(), ",".join(map(str, cache.key.shape))
+    copies = re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert)\(", compiled.as_text())
+    pools = cache.key.size * cache.key.dtype.itemsize * 2
+    return memory.temp_size_in_bytes, pools, memory.alias_size_in_bytes, len(copies)
+
+
 def in_child(*arguments: str) -> str:
     """What a child process with these arguments prints."""
     reason = compile_hopper.missing()
@@ -104,6 +128,15 @@ def test_keys_with_lengths_are_not_copied() -> None:
         assert int(temporary) < int(cache) / 100, f"{name}: {temporary} bytes of temporaries"
 
 
+def test_a_step_of_serving_does_not_copy_its_cache() -> None:
+    found = re.findall(r"^found (.+): (\d+) (\d+) (\d+) (\d+)$", in_child(*CACHES), re.MULTILINE)
+    assert [name for name, *_ in found] == list(CACHES)
+    for name, temporary, pools, shared, copies in found:
+        assert int(temporary) < int(pools) / 100, f"{name}: {temporary} bytes of temporaries"
+        assert int(shared) >= int(pools), name
+        assert int(copies) == 0, name
+
+
 @pytest.mark.slow
 def test_launches() -> None:
     found = re.findall(r"^found (.+): (\d+) (\d+)$", in_child(*MOST), re.MULTILINE)
@@ -115,5 +148,5 @@ def test_launches() -> None:
 
 if __name__ == "__main__":
     for each in sys.argv[1:]:
-        numbers = temporaries if each in BUFFERS else launches
+        numbers = served if each in CACHES else temporaries if each in BUFFERS else launches
         print(f"found {each}: {' '.join(map(str, numbers(each)))}", flush=True)
