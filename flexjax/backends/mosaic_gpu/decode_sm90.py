@@ -115,7 +115,8 @@ def merged(
     sinks                  [N] or None
     """
     live = setup.items.live(work)
-    return decode_sm90_merge.merged(plan, setup.softmax, results.out, results.stats, live, sinks, query_lengths)
+    chunks = None if live is None else decode_sm90_merge.Chunks(live, setup.items.last(work, live))
+    return decode_sm90_merge.merged(plan, setup.softmax, results.out, results.stats, chunks, sinks, query_lengths)
 
 
 def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:

@@ -235,6 +235,17 @@ class DecodeItems:
             found = found & (chunk >= work.begin[:, None] // self.tile.tiles_of_chunk)
         return found[:, None]
 
+    def last(self, work: Work[jax.Array], live: jax.Array) -> jax.Array:
+        """The number of the last chunk with a partial result, int32 [B or 1, M or 1, 1]; any chunk where there is none. From lengths it is
+        arithmetic that XLA fuses with the merge; a maximum over `live` is a kernel of its own.
+
+        work   from the method `work`
+        live   what the method `live` returns
+        """
+        if work.tile_num is None and work.lengths is not None:
+            return jnp.maximum(work.lengths - 1, 0)[:, None, None] // self.tile.chunk
+        return jnp.where(live, jnp.arange(self.chunks, dtype=jnp.int32), 0).max(-1, keepdims=True)
+
     # ----------------------------------------------------------------- in the kernel
 
     def turns(self, work: Work) -> Scalar:

@@ -7,6 +7,7 @@ written out, because the order in which XLA sums an axis follows the shape of th
 
 import functools
 import operator
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,17 @@ from flexjax.plan.pack_heads import unpack_rows
 
 ORDERED = 16
 """Chunks whose partial results are added in one chain."""
+
+
+class Chunks(typing.NamedTuple):
+    """Which chunks have partial results.
+
+    live   bool [B or 1, M or 1, chunks] of `DecodeItems.live`; the results of the others are undefined and not used
+    last   int32 [B or 1, M or 1, 1] of `DecodeItems.last`: the last of them
+    """
+
+    live: jax.Array
+    last: jax.Array
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:
@@ -42,7 +54,7 @@ def merged(
     softmax: OnlineSoftmax,
     out: jax.Array,
     stats: jax.Array,
-    live: jax.Array | None,
+    chunks: Chunks | None,
     sinks: jax.Array | None,
     query_lengths: jax.Array | None,
 ) -> Results:
@@ -55,8 +67,7 @@ def merged(
     out, stats      [B, M, chunks, R, E padded] and [B, M, chunks, 2, R] float32, what the kernel wrote
                     (`DecodeOutputs`). R is T * (N // M), no padding rows: row r is query r // (N // M) of head r % (N // M) of
                     the key head's group
-    live            bool [B or 1, M or 1, chunks] of `DecodeItems.live`: which chunks have partial results; those of the
-                    others are undefined and not used. None: all have
+    chunks          which chunks have partial results; None: all
     sinks           [N] or None; a sink is added once to the softmax denominator of each row of its head
     query_lengths   [B] int32, how many queries exist; the others get out 0, and lse and row maximum -inf. None: all
                     exist
@@ -66,9 +77,9 @@ def merged(
     kv_heads, group = plan.kv_heads, plan.group
     out = out[..., : plan.value_dim]
     tops, totals = stats[:, :, :, 0], stats[:, :, :, 1]
-    if live is not None:
+    if chunks is not None:
+        live, last = chunks
         chunk = jnp.arange(live.shape[-1], dtype=jnp.int32)
-        last = jnp.where(live, chunk, 0).max(-1, keepdims=True)
         # Past the last chunk with visits its results are read again, so that the memory of an empty buffer is not read.
         out = jnp.take_along_axis(out, jnp.minimum(chunk, last)[..., None, None], axis=2, mode="promise_in_bounds")
         live = jnp.broadcast_to(live, tops.shape[:3])[..., None]

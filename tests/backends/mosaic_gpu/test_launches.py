@@ -28,7 +28,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 PAGE, COLUMNS, HEADS, KEY_HEADS, DIM = 64, 64, 32, 8, 128
-MOST = {"one query": 6, "ragged": 16, "ragged, many queries": 36, "shared prefix": 24}
+MOST = {"one query": 5, "ragged": 12, "ragged, many queries": 32, "shared prefix": 17}
 """Kernels, and copies by XLA, beside those of attention; with the two that merge partial results."""
 
 BUFFERS = {"512 queries": 512, "8 queries and dropout": 8}
