@@ -60,7 +60,8 @@ jax.tree_util.register_dataclass(PageTable, data_fields=["pages", "lengths", "us
 def table(R: int, n: int, P: int, page: int) -> PageTable:
     """The table of R requests without tokens, of at most n pages each, over a pool of P free pages of `page` tokens.
 
-    Raises ValueError for numbers that are no positive ints, and for a page that is no multiple of 8.
+    `page` is required although the cache has it too: `allocate`, `fork` and `release` see the table alone, and need it to count pages from
+    tokens. Raises ValueError for numbers that are no positive ints, and for a page that is no multiple of 8.
     """
     for name, number in (("R", R), ("n", n), ("P", P)):
         check_positive(name, number)
