@@ -108,13 +108,14 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
     cudnn                  those of them that are cuDNN
 
     The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the most time that ours may take on
-    an H200 (`decode_cases.FLOORS`); the error of ours, relative to the largest value; "-" where there is none.
+    an H200 (`decode_cases.FLOORS`); seconds of tracing and compiling ours; its error, relative to the largest value; "-" where there is none.
     """
     head = [
         "case",
         *(f"{p}, {unit}" for p in peers for unit in ("ms", "TB/s")),
         f"cuDNN / {OWN}",
         "floor, ms",
+        f"{OWN}, first call, s",
         f"{OWN}, error",
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"]
@@ -134,6 +135,7 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
         cells += [f"{ratios[row['problem']]:.2f}" if row["problem"] in ratios else "-"]
         floor = FLOORS.get(row["problem"], Floor()).milliseconds(row["bytes"], own_times)
         cells += [f"{floor:.3f}" if floor else "-"]
+        cells += [f"{own['first_call']:.1f}" if "first_call" in own else "-"]
         if floor and own_times.get(row["problem"], 0.0) > floor:
             missed.append(row["problem"])
         lines.append("| " + " | ".join([*cells, f"{own['error']:.0e}" if "error" in own else "-"]) + " |")
