@@ -41,6 +41,7 @@ def main() -> int:
             test_pages.check_ragged,
             test_pages.check_tree,
             test_pages.check_bits,
+            test_pages.check_steps,
             test_pages.check_many_queries,
             test_pages.check_many_ragged,
         )
@@ -60,6 +61,12 @@ def main() -> int:
     for n in (3, 32, 33):
         at_the_ends = test_on_kernels.test_lengths_at_the_ends_of_pages_and_chunks
         runs[f"lengths at ends of pages and chunks, {n} queries"] = functools.partial(at_the_ends, gpu, n)
+    for group, n in ((7, 9), (5, 13), (12, 1), (71, 1)):
+        few = functools.partial(test_on_kernels.test_rows_that_fill_no_tile, gpu, group, n)
+        runs[f"{group * n} rows of groups of {group}"] = few
+    for n in (1, 5):
+        quantised = functools.partial(test_on_kernels.test_a_quantised_cache_against_float64, n)
+        runs[f"a quantised cache against float64, {n} queries"] = quantised
     for n in (1, 5):
         bits = test_on_kernels.test_bits_of_a_request_whose_keys_are_split
         runs[f"bits of a request whose keys are split, {n} queries"] = functools.partial(bits, gpu, n)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks, paged
-from flexjax.backends.mosaic_gpu import choose_kernel
+from flexjax.backends.mosaic_gpu import choose_kernel, support
 from flexjax.paged_call import prepare_paged
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
@@ -123,6 +124,41 @@ def check_bits(interpret: bool) -> None:
     np.testing.assert_array_equal(*found)
 
 
+def check_steps(interpret: bool) -> None:
+    """Steps of other lengths, page tables and tokens, 30 on a GPU, are traced and compiled once."""
+    slopes, traced, lowered = draw(8, N), [], []
+    forward = support.MosaicGpu.forward
+
+    def alibi(score: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.Array:
+        return score - 0.01 * slopes[h] * (q - kv)
+
+    def attend(*given: typing.Any) -> typing.Any:
+        traced.append(1)
+        return flexjax.paged_attention(*given, score_mod=alibi, **on_gpu(interpret))
+
+    def counted(*given: typing.Any) -> typing.Any:
+        lowered.append(1)
+        return forward(*given)
+
+    rng, attend = np.random.default_rng(0), jitted(interpret, attend)
+    with mock.patch.object(support.MosaicGpu, "forward", counted):
+        for step in range(3 if interpret else 30):
+            lengths = rng.integers(0, 150, 3).tolist()
+            cache, table = served(lengths, 8, n=20, pool=60, seeds=[step, step + 1, step + 2])
+            order = rng.permutation(60)  # other pages hold them
+            pages = jnp.where(
+                (table.pages >= 0) & (table.pages < 60), jnp.asarray(order)[table.pages % 60], table.pages
+            )
+            moved = jax.tree.map(lambda x, order=order: x[np.argsort(order)], bf16(cache))
+            q = draw(step, 3, 1, N, D).astype("bfloat16")
+            got = attend(q, moved, dataclasses.replace(table, pages=pages))
+            if step in (0, 2):
+                wide = jax.tree.map(lambda x: x.astype("float32"), bf16(cache))
+                assert_near(got, definition(q.astype("float32"), wide, table, score_mod=alibi))
+    assert len(lowered) == 1
+    assert interpret or len(traced) == 1
+
+
 def check_tree(interpret: bool) -> None:
     """Candidates of a speculative tree are the last tokens of the cache."""
     tree = masks.tree(np.asarray([-1, 0, 0, 1, 2]), jnp.asarray([16, 3]), queries_follow_context=True)
@@ -145,6 +181,12 @@ def test_ragged_queries_trees_and_bits() -> None:
     check_ragged(interpret=True)
     check_tree(interpret=True)
     check_bits(interpret=True)
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_steps_compile_once() -> None:
+    check_steps(interpret=True)
 
 
 QUANTISED = [
