@@ -5,8 +5,9 @@ Such a mask is a comparison of integers, or several that all must hold, and each
     a(b, h, q) >= c * kv        visible up to a // c
     c * kv >= a(b, h, q)        visible from -(-a // c) on
 
-So two numbers of a batch entry say which key tiles the decode kernel visits, from the first visible key of any of its queries to the last,
-and XLA computes them in one or two kernels. Block lists, which the decode kernel takes for other masks, take some fifteen small kernels.
+So two numbers of a batch entry say which key tiles the decode kernel visits, from the smallest lower bound of its queries to the largest
+upper bound, and XLA computes them in one or two kernels. Block lists, which the decode kernel takes for other masks, take some fifteen
+small kernels.
 """
 
 import functools
@@ -94,9 +95,13 @@ def has_interval(plan: KernelPlan) -> bool:
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
     """(first, end), int32 [B] each, 0 <= first <= end <= kv_len: the queries of a batch entry see no key before row `first` and none from
-    row `end` on, rows counted from 0 in the arrays of the call. They are the bounds over all heads and all queries that exist; a query may
-    see fewer keys. If `end` is 0, no query of the entry sees a key; an entry without queries has `end` 0. `first` is None, which stands for
-    0, if no comparison bounds kv from below. Key lengths are not read: the caller takes the smaller of `end` and the key length.
+    row `end` on, rows counted from 0 in the arrays of the call. `first` is None, which stands for 0, if no comparison bounds kv from below.
+
+    They are bounds over all heads and all queries that exist. A query may see fewer keys, or none: a run of keys that lies outside of the
+    array counts as an empty run at the nearest end, 0 or kv_len. So `end` 0 means that no query of the entry sees a key, but an entry that
+    sees none may have another `end`, such as first = end = kv_len. An entry without queries has `end` 0.
+
+    Key lengths are not read: the caller takes the smaller of `end` and the key length, which may be less than `first`.
 
     plan            one for which `has_interval` is True
     operands        of the call, of which the arrays that mask_mod captured and the origin are read

@@ -149,13 +149,16 @@ class DirectGradient:
         return plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1
 
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
-        """A Ref to a tile [queries, keys] of this gradient in global memory; nothing is read or written.
+        """A Ref to a tile [queries, keys] of this gradient in global memory, which the caller writes; this method reads and writes nothing.
 
         ref       the kernel's output for this gradient, [b, h, T', S'] as `output_shape` or `whole_tiles` says, in this order of axes
                   whichever order the captured array has (`gradient` restores that)
         b, h      batch entry and query head; an axis that the captured array lacks has length 1 in `ref`, and 0 is taken in its place
         q0, kv0   first query and first key of the tile, as rows of the call
-        shape     (queries, keys) of the tile. It may reach past the end of an output of `output_shape`, where TMA writes nothing
+        shape     (queries, keys) of the tile
+
+        The kernel for Hopper writes the tile by TMA. The tile may reach past the end of the output (`output_shape`), where TMA writes
+        nothing. The kernels on mma.sync and tcgen05 store the tile from registers; it lies within their output (`whole_tiles`).
         """
         at = (b if self.has("b") else 0, h if self.has("h") else 0)
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]

@@ -162,7 +162,9 @@ def walk(
     sizes   of the tiles
     row     the tile row, with its lists
 
-    Without a block mask, see `_walk_all`. With one, only the blocks of the row's lists are visited: those of the full list first,
+    Without a block mask, `_walk_all` visits every key block, or with lengths those with a key that exists.
+
+    With a block mask, only the blocks of the row's lists are visited: those of the full list first,
     `chunk` at a time and unmasked, then the rest of it with the partial list, `tail` at a time and masked; the last visit may
     have fewer that are valid. A row with empty lists has no visit. With key lengths, the first part ends before the first block
     that the shortest length of the tile row cuts, and all visits of the second have `cut` True.
