@@ -9,7 +9,7 @@ import typing
 import jax.numpy as jnp
 
 from flexjax.analysis import patterns
-from flexjax.backends.mosaic_gpu import dq_order, untimed
+from flexjax.backends.mosaic_gpu import dq_order
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import (
     Barriers,
@@ -37,8 +37,7 @@ class FusedTiles(typing.NamedTuple):
     heads                              key heads side by side in launch order where additions to dQ are in any order, the longest key
                                        tiles of all of them first; 0: by `head_major`
     dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
-                                       one visit later (`backward_sm90_fused._FusedSetup.dq_is_late`)
-    dq_fragments                       dQ tiles are in the order of the registers of WGMMA (backward_fused_stores.py)
+                                       one visit later (`backward_fused_setup.FusedSetup.dq_is_late`)
     """
 
     queries: int
@@ -48,7 +47,6 @@ class FusedTiles(typing.NamedTuple):
     head_major: bool = True
     heads: int = 0
     dq_first: bool = False
-    dq_fragments: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -114,7 +112,7 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
         key=SwizzledTiles((FUSED_KEYS, dim), plan.dtype, swizzle),
         value=SwizzledTiles((FUSED_KEYS, value_dim), plan.dtype),
         ds=SwizzledTiles((DS_SLOTS, FUSED_KEYS, tiles.queries), plan.dtype, swizzle),
-        dq=(PlainArray if tiles.dq_fragments else SwizzledTiles)((tiles.dq_slots, GROUPS * ROWS, columns), "float32"),
+        dq=SwizzledTiles((tiles.dq_slots, GROUPS * ROWS, columns), "float32"),
         query_full=Barriers(tiles.query_slots, 2),
         out_full=Barriers(tiles.out_slots),
         own_full=Barriers(arrivals=2),
@@ -149,8 +147,7 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
-            fragments = untimed.choices().backward_dq_fragments and queries == GROUPS * ROWS
-            tiles = tiles._replace(dq_first=_dq_first(plan, queries), dq_fragments=fragments)
+            tiles = tiles._replace(dq_first=_dq_first(plan, queries))
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
@@ -165,11 +162,8 @@ def _heads_side_by_side(plan: KernelPlan) -> int:
 
 
 def _dq_first(plan: KernelPlan, queries: int) -> bool:
-    """`FusedTiles.dq_first`, for tiles of `queries` queries: with the untimed choice `backward_dq_first` (untimed.py), for tiles of 128
-    queries without score_mod and dropout.
-    """
-    plain = plan.score is None and plan.dropout is None
-    return untimed.choices().backward_dq_first and queries == GROUPS * ROWS and plain
+    """`FusedTiles.dq_first`: for tiles of `queries` = 128 queries without score_mod and dropout."""
+    return queries == GROUPS * ROWS and plan.score is None and plan.dropout is None
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:

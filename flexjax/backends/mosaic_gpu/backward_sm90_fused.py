@@ -13,15 +13,16 @@ dQ sums over all keys of the CTA, so both computing warpgroups write their dS^T 
 makes one half of dQ: 64 of 128 queries, or of 64 queries one half of the columns.
 
 Where registers allow (`fits_128_query_tile`: head dims 33 to 64), a tile has 128 queries, so that barriers and loop overhead are
-paid half as often. Scores, dP, dK and dV then take 192 of 232 registers. So row statistics are read only when they are needed, and
-the dV product is issued after dS is there; earlier, P would be held twice in registers, in float32 for dS and in bfloat16 for the
-product.
+paid half as often. Scores, dP, dK and dV then take 192 of 232 registers. So row statistics are read only when they are needed, the dV
+product is issued after dS is there, because earlier P would be held twice in registers, in float32 for dS and in bfloat16 for the
+product, and dS is written to shared memory from the registers that the dK product reads (backward_fused_stores.py).
 
 The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Therefore the
 product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout and additions are in any
 order, or in one whose CTAs do not wait for each other (`dq_is_late`). Otherwise the next CTA would wait a visit longer; with a score_mod
 or dropout registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch
-between in-flight WGMMAs forces a wait.
+between in-flight WGMMAs forces a wait. Where dQ is not late, S^T and dP^T start one right after the other, and with tiles of 128
+queries dQ is multiplied before dK and written beside it.
 
 Order of the additions (dq_order.py). In any order, each dQ tile is added when it is ready. In a fixed order, a start number from an
 atomic counter says which key tile a CTA owns, and a CTA waits at a query tile until as many CTAs have added to it as its place in
@@ -41,6 +42,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray
@@ -48,12 +50,13 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir as mlir
 
-from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits, untimed
+from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
-from flexjax.backends.mosaic_gpu.backward_fused_stores import from_fragments, write_fragments, write_operand
-from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedTiles, Scratch, fused_scratch
-from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits, OwnKeys, QueryVisits, query_visits
+from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
+from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, Scratch, fused_scratch
+from flexjax.backends.mosaic_gpu.backward_fused_visits import OwnKeys, QueryVisits, query_visits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
@@ -71,7 +74,6 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
 )
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
-from flexjax.plan.kernel_plan import KernelPlan
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
 """Registers of a thread of the computing warpgroups, and of the copying and adding ones; twice each fill the register file."""
@@ -81,7 +83,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel; it also writes the last two.
 
     tokens, visits, captures   arrays over tokens, visits of each key tile, captured arrays
-    d_query                    [dQ tiles * GROUPS * ROWS, columns] float32, see `_FusedSetup.dq_tiles`
+    d_query                    [dQ tiles * GROUPS * ROWS, columns] float32, see `FusedSetup.dq_tiles`
     counts                     [dQ tiles + 1 + CTAs] int32: additions to each dQ tile, CTAs that have started, the
                                start number of each CTA
     """
@@ -98,79 +100,6 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
     d_key: Part
     d_value: Part
-
-
-@dataclasses.dataclass(frozen=True)
-class _FusedSetup:
-    """What is known of the kernel at compile time.
-
-    plan       with extra features joined to the head dim
-    math       how a tile's P and dS are computed
-    tiles      sizes of the kernel
-    order      of the additions to dQ, None for any order
-    kv_tiles   key tiles of a key head
-    q_tiles    query tiles of a query head
-    choices    untimed choices (untimed.py)
-    """
-
-    plan: KernelPlan
-    math: TileMath
-    tiles: FusedTiles
-    order: DqOrder | None
-    kv_tiles: int
-    q_tiles: int
-    choices: untimed.Untimed
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return self.plan.options.interpret
-
-    @property
-    def visits(self) -> FusedVisits:
-        """Which query tiles each key tile visits."""
-        return FusedVisits(self.plan, self.order, self.q_tiles)
-
-    @property
-    def sums(self) -> int:
-        """Number of partial dQ sums of a head (dq_order.py); 1 where additions are in any order."""
-        return 1 if self.order is None else self.order.sums
-
-    @property
-    def dq_tiles(self) -> int:
-        """Number of dQ tiles in memory: one for each batch entry, query head, partial sum and query tile."""
-        return self.plan.batch * self.plan.q_heads * self.sums * self.q_tiles
-
-    @property
-    def dq_is_between(self) -> bool:
-        """Whether late dQ is multiplied between dV and dK of a visit, with the choice `backward_dq_between` and tiles of 128 queries, instead
-        of beside S.
-        """
-        late = self.dq_is_late and self.math.starts_at_minus_delta
-        return self.choices.backward_dq_between and late and self.tiles.dq_by_queries
-
-    @property
-    def starts_together(self) -> bool:
-        """Whether the products S^T and dP^T of a visit are started one right after the other: where `dq_is_between`, and with the choice
-        `backward_both_starts` where dQ is not late and the accumulator of dP starts from -delta.
-        """
-        early = self.choices.backward_both_starts and not self.dq_is_late and self.math.starts_at_minus_delta
-        return self.dq_is_between or early
-
-    @property
-    def stores_minus_delta(self) -> bool:
-        """Whether the row statistics in memory are lse2 and -delta, instead of lse2 and delta: with the choice `backward_minus_delta`
-        where the accumulator of dP starts from -delta.
-        """
-        return self.choices.backward_minus_delta and self.math.starts_at_minus_delta
-
-    @property
-    def dq_is_late(self) -> bool:
-        """Whether the product for dQ of a visit is issued one visit later (see the top of this file): if additions are
-        in any order, or in one whose CTAs do not wait for each other (`DqOrder.waits`), and there is neither score_mod nor dropout.
-        """
-        waits = self.order is not None and self.order.waits
-        return not waits and self.plan.score is None and self.plan.dropout is None
 
 
 def backward_fused(
@@ -196,7 +125,7 @@ def backward_fused(
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles, untimed.choices())
+    setup = FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The fused kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing
@@ -209,8 +138,8 @@ def backward_fused(
         when(group == GROUPS)(cta.copy_in)
         when(group == GROUPS + 1)(cta.add_dq)
 
-    if setup.stores_minus_delta:
-        tokens = tokens._replace(stats=tokens.stats * jnp.array([1.0, -1.0])[:, None])
+    if math.starts_at_minus_delta:  # -delta in memory, so that no thread changes a sign
+        tokens = tokens._replace(stats=tokens.stats * np.array([[1.0], [-1.0]], np.float32))
     dq_shape = (setup.dq_tiles * GROUPS * ROWS, tiles.dq_columns(tokens.query.shape[-1]))
     first_stores = chosen.ordered and not setup.simulated  # the first addition to a tile is a store
     dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
@@ -229,8 +158,6 @@ def backward_fused(
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
-    if tiles.dq_fragments:
-        dq_tiles = from_fragments(dq_tiles)
     return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
@@ -246,7 +173,7 @@ class _Cta:
     inputs, scratch   Refs to operands and shared memory
     """
 
-    setup: _FusedSetup
+    setup: FusedSetup
     inputs: Inputs[Ref]
     scratch: Scratch[Ref]
     program: Scalar
@@ -426,14 +353,14 @@ def _signal_addition(counts: Ref, index: Scalar) -> None:
 @dataclasses.dataclass(frozen=True)
 class _ComputingWarpgroup:
     """Computing warpgroup `group`, 0 or 1, of the CTA `cta`: dK and dV of its 64 keys, and its half of every dQ tile.
-    "Late" dQ is the product for dQ of a visit that is issued one visit later (`_FusedSetup.dq_is_late`).
+    "Late" dQ is the product for dQ of a visit that is issued one visit later (`FusedSetup.dq_is_late`).
     """
 
     cta: _Cta
     group: Scalar
 
     @property
-    def setup(self) -> _FusedSetup:
+    def setup(self) -> FusedSetup:
         """What is known of the kernel at compile time."""
         return self.cta.setup
 
@@ -526,45 +453,52 @@ class _ComputingWarpgroup:
         it waits for the dS^T of the other warpgroup.
         """
         setup, scratch, products, late = self.setup, self.scratch, self.products, self.setup.dq_is_late
-        choices = setup.choices
         q_slot, out_slot = self.cta.rings.slots(number)
         ds_slot = common.slot_of(number, DS_SLOTS)
         q_now = scratch.query.at[q_slot]
         tile = rows.at_columns(q_tile * setup.tiles.queries, masked)
         mine = pl.ds(common.not_hoisted(self.group, setup.simulated) * ROWS, ROWS)
 
-        def scores(s_acc: Ref) -> None:
-            """Starts the product S^T = K Q^T into the accumulator `s_acc`, once Q has arrived, and does not wait for
-            the product.
-            """
-            plgpu.barrier_wait(scratch.query_full.at[q_slot])
+        def start_scores(s_acc: Ref) -> None:
+            """Starts the product S^T = K Q^T into the accumulator `s_acc`, 0 at the start; Q must have arrived."""
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
         def cotangents(s_acc: Ref, dp_acc: Ref, **rest: typing.Any) -> jax.Array:
-            """dS^T of the visit (`score_cotangents`); `scores` must have started the product into s_acc.
+            """dS^T of the visit (`score_cotangents`); the product into s_acc must have been started.
 
-            s_acc, dp_acc   accumulators for S^T and dP^T; that of dP^T is 0
+            s_acc, dp_acc   accumulators for S^T and dP^T
             rest            `started` and `beside` of `score_cotangents`
             """
             own_v, slots = scratch.value.at[mine], (q_slot, out_slot)
             return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, own_v, slots, **rest)
 
         def together(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the visit: sets the accumulator of dP^T to -delta before the product S^T starts, so that the compiler does not wait for
-            S^T before that of dP^T (C7517).
+            """dS^T of the visit where S^T and dP^T start together: sets the accumulator of dP^T to -delta before S^T starts, because the
+            compiler waits for S^T otherwise (C7517).
 
             s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
             """
             products.start(dp_acc, self.math.broadcast(self.start_of_dp(q_slot), "q"))
-            products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
+            start_scores(s_acc)
             return cotangents(s_acc, dp_acc, started=True)
 
-        def with_late_zeros(s_acc: Ref) -> jax.Array:
-            """`after_late_dq` with the choice `backward_early_zeros`: the accumulator of dQ exists only after the wait for dS^T.
+        def one_by_one(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+            """dS^T of the visit where dQ is not late and dP^T starts from 0: starts S^T, then dP^T.
 
-            s_acc   accumulator for S^T, 0 at the start
+            s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
             """
-            products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
+            start_scores(s_acc)
+            return cotangents(s_acc, dp_acc)
+
+        def beside_late_dq(s_acc: Ref, dq_acc: Ref | None = None) -> jax.Array:
+            """dS^T of the visit where dQ is late: starts S^T, and while that product is in flight waits for dS^T of both warpgroups of the
+            visit before, computes dQ of that visit and writes it. With tiles of 128 queries it is handed over beside dP^T, else before.
+            The first visit hands over tile 0, whose numbers `_Cta.add_dq` drops.
+
+            s_acc, dq_acc   accumulators for S^T and dQ, 0 at the start; dq_acc None: that of dQ is made after the wait, so that its zeros
+                            cost no instruction
+            """
+            start_scores(s_acc)
             plgpu.barrier_wait(scratch.ds_ready)
 
             def last_dq(dq_acc: Ref) -> jax.Array:
@@ -572,50 +506,23 @@ class _ComputingWarpgroup:
                 self.start_dq(dq_acc, 1 - ds_slot)
                 return products.read(dq_acc)
 
-            return hand_over_beside(s_acc, products.accumulators(last_dq, self.dq_part))
-
-        def hand_over_beside(s_acc: Ref, dq: jax.Array) -> jax.Array:
-            """dS^T of the visit, where dQ is late; hands over `dq`, this warpgroup's half of dQ of the visit before. `s_acc` is S^T."""
-            publish = functools.partial(self.publish, scratch.dq_full.at[self.dq_slot(number)])
+            dq = products.accumulators(last_dq, self.dq_part) if dq_acc is None else last_dq(dq_acc)
             self.write_dq(dq, number)
-            if not choices.backward_dq_beside:
+            publish = functools.partial(self.publish, scratch.dq_full.at[self.dq_slot(number)])
+            if not setup.tiles.dq_by_queries:
                 publish()
-            body = functools.partial(cotangents, s_acc, beside=publish if choices.backward_dq_beside else None)
+            body = functools.partial(cotangents, s_acc, beside=publish if setup.tiles.dq_by_queries else None)
             return products.accumulators(body, self.math.shape)
 
-        def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
-            """dS^T of the visit, where dQ is late: starts S^T, and while that product is in flight waits for dS^T of
-            both warpgroups of the visit before, computes dQ of that visit and hands it over. The first visit hands over
-            tile 0, whose numbers `_Cta.add_dq` drops.
-
-            s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ, 0 at the start
-            """
-            scores(s_acc)
-            plgpu.barrier_wait(scratch.ds_ready)
-            self.start_dq(dq_acc, 1 - ds_slot)
-            return hand_over_beside(s_acc, products.read(dq_acc))
-
-        def without_late_dq(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the visit, where dQ is not late: starts S^T, then computes dS^T.
-
-            s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
-            """
-            scores(s_acc)
-            return cotangents(s_acc, dp_acc)
-
-        if setup.starts_together:
-            plgpu.barrier_wait(scratch.query_full.at[q_slot])
-            ds = products.accumulators(together, self.math.shape, self.math.shape)
-        elif late and choices.backward_early_zeros:
-            plgpu.barrier_wait(scratch.query_full.at[q_slot])
-            ds = products.accumulators(with_late_zeros, self.math.shape)
-        elif late:
-            ds = products.accumulators(after_late_dq, self.math.shape, self.dq_part)
+        plgpu.barrier_wait(scratch.query_full.at[q_slot])
+        if late:
+            shapes = (
+                () if setup.tiles.dq_by_queries else (self.dq_part,)
+            )  # registers are scarce at 64 queries and head dim 128
+            ds = products.accumulators(beside_late_dq, self.math.shape, *shapes)
         else:
-            ds = products.accumulators(without_late_dq, self.math.shape, self.math.shape)
-        if setup.dq_is_between:
-            self.dq_between(ds, number, dk_acc)
-            return
+            body = together if setup.starts_together else one_by_one
+            ds = products.accumulators(body, self.math.shape, self.math.shape)
         self.write_ds(ds, ds_slot)
         self.publish(scratch.ds_ready)
         if setup.tiles.dq_first and not late:
@@ -646,43 +553,10 @@ class _ComputingWarpgroup:
         """Writes dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, to slot `ds_slot` of shared memory."""
         mine = pl.ds(common.not_hoisted(self.group, self.setup.simulated) * ROWS, ROWS)
         target = self.scratch.ds.at[ds_slot, mine]
-        if self.setup.choices.backward_ds_operand and self.setup.tiles.dq_by_queries:
+        if self.setup.tiles.dq_by_queries:
             write_operand(ds, target, self.setup.simulated)
         else:
             target[...] = ds
-
-    def dq_between(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
-        """The last two products of a visit where dQ of the visit before is multiplied between dV and dK: dQ, then dK, beside which dQ is
-        handed over. Frees the slots of dO and of Q.
-
-        ds       dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, in registers
-        number   running number of the visit, which gives the slots
-        dk_acc   accumulator of dK
-
-        It arrives at `ds_ready` only after its product for dQ is finished, because the other warpgroup then writes its dS^T of the next
-        visit over the one that this product reads. Nobody waits for that arrival before the next visit's product for dQ.
-        """
-        scratch, products = self.scratch, self.products
-        q_slot, out_slot = self.cta.rings.slots(number)
-        ds_slot = common.slot_of(number, DS_SLOTS)
-        plgpu.barrier_wait(scratch.ds_ready)
-        self.write_ds(ds, ds_slot)
-
-        def last_dq(dq_acc: Ref) -> jax.Array:
-            """This warpgroup's half of dQ of the visit before without scale, of the shape `dq_part`, float32; at the return the product
-            for dK is in flight. `dq_acc` is its accumulator, 0 at the start.
-            """
-            self.start_dq(dq_acc, 1 - ds_slot)
-            products.add(dk_acc, ds, scratch.query.at[q_slot])
-            return products.read(dq_acc, 1)
-
-        dq = products.accumulators(last_dq, self.dq_part)
-        products.release(scratch.out_free.at[out_slot])
-        self.write_dq(dq, number)
-        self.publish(scratch.dq_full.at[self.dq_slot(number)])
-        plgpu.barrier_arrive(scratch.ds_ready)
-        products.wait(0)
-        products.release(scratch.query_free.at[q_slot])
 
     def dq_then_dk(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
         """The last two products of a visit where dQ comes first: dQ once both warpgroups have written dS^T, then dK, beside which dQ
@@ -766,8 +640,7 @@ class _ComputingWarpgroup:
         """-delta of the queries in slot `q_slot`, [queries] float32, a vector along the columns of a transposed tile: where the accumulator
         of dP^T starts (`TileMath.starts_at_minus_delta`).
         """
-        delta = self.cta.rings.statistic(1, q_slot)
-        return delta if self.setup.stores_minus_delta else -delta
+        return self.cta.rings.statistic(1, q_slot)
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
         """Starts the product dS K, without scale, for this warpgroup's half of a dQ tile: half of the queries
@@ -808,20 +681,13 @@ class _ComputingWarpgroup:
             plgpu.barrier_wait(scratch.dq_free.at[slot])
         else:
             when(number >= slots)(lambda: plgpu.barrier_wait(scratch.dq_free.at[slot]))
-        half = scratch.dq.at[slot, pl.ds(self.group * ROWS, ROWS)]
-        if self.setup.tiles.dq_fragments:
-            write_fragments(dq, half, self.setup.simulated)
-        else:
-            half[...] = dq
+        scratch.dq.at[slot, pl.ds(self.group * ROWS, ROWS)][...] = dq
 
     def publish(self, barrier: Ref) -> None:
-        """Makes what this warpgroup wrote to shared memory visible to TMA and WGMMA, and arrives at `barrier`. With the choice
-        `backward_fence` no thread waits for the others, because each arrives at the barrier after its own fence.
+        """Makes what this warpgroup wrote to shared memory visible to TMA and WGMMA, and arrives at `barrier`. No thread waits for the
+        others, because each arrives at the barrier after its own fence.
         """
-        if self.setup.choices.backward_fence:
-            kernel_parts.fence_shared(self.setup.simulated)
-        else:
-            plgpu.commit_smem()
+        kernel_parts.fence_shared(self.setup.simulated)
         plgpu.barrier_arrive(barrier)
 
     def finish_late_dq(self, total: Scalar) -> None:

@@ -1,4 +1,4 @@
-"""Untimed choices are off by default and right in the simulator where they are on; the orders of dQ additions that they led to."""
+"""In which order the fused backward kernel adds and multiplies, and that it is right in each of them."""
 
 import typing
 
@@ -16,7 +16,7 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, untimed
+from flexjax.backends.mosaic_gpu import choose_kernel, dq_order
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.support import _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
@@ -41,29 +41,6 @@ def benched(
     return plans[0]
 
 
-def chosen(plan: KernelPlan) -> object:
-    """The kernels of the backward pass."""
-    return choose_kernel.backward_kernels(_kernel_plan(plan, True))
-
-
-def test_all_are_off_and_end_with_their_context() -> None:
-    plan = benched()
-    before = chosen(plan)
-    assert untimed.choices() == untimed.Untimed()
-    assert not any(vars(untimed.choices()).values())
-    with untimed.using(backward_dq_first=True):
-        with untimed.using(backward_dq_first=False):
-            assert untimed.choices() == untimed.Untimed()
-        assert chosen(plan) != before
-    assert chosen(plan) == before
-
-
-# ------------------------------------------------------------------- the fused kernel
-
-STORES = "backward_minus_delta backward_ds_operand backward_dq_fragments backward_fence"
-"""Choices of the statistics and of the stores to shared memory, which go with any order of the products."""
-
-
 def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
     fused = choose_kernel.backward_kernels(_kernel_plan(benched(), True))
     assert isinstance(fused, choose_kernel.FusedKernel)
@@ -84,35 +61,19 @@ def test_heads_side_by_side_in_any_order_for_full_and_causal_masks() -> None:
         assert found.heads == heads
 
 
-@pytest.mark.parametrize(
-    ("choices", "deterministic", "mask"),
-    some_slow(
-        [
-            ("", True, causal),
-            ("backward_dq_first", True, None),
-            ("", False, causal),
-            (f"backward_dq_between {STORES}", True, causal),
-            (f"backward_dq_beside backward_early_zeros {STORES}", True, causal),
-            (f"backward_dq_first backward_both_starts {STORES}", True, None),
-            (f"backward_dq_between {STORES}", False, None),
-        ],
-        [],
-    ),
-)
+@pytest.mark.parametrize(("deterministic", "mask"), some_slow([(True, causal), (True, None), (False, causal)], []))
 @ENOUGH_THREADS
-def test_fused_kernel(choices: str, deterministic: bool, mask: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upward in a fixed order, dQ before dK, and heads side by side in any order."""
+def test_fused_kernel(deterministic: bool, mask: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upward in a fixed order with late dQ, dQ before dK in a fixed order, and heads side by side in any order."""
     monkeypatch.setattr(dq_order, "MOST_UPWARD_DELAY", 100.0)
     monkeypatch.setattr(dq_order, "HEADS", 2)
     monkeypatch.setattr(dq_order, "L2_BYTES", 1)
     case: dict[str, typing.Any] = dict(heads=3, kv_heads=3, q_len=384, kv_len=384, mask=mask)
-    with untimed.using(**dict.fromkeys(choices.split(), True)):
-        check_one_kernel(monkeypatch, deterministic, 128, **case)
-        options = KernelOptions(deterministic=deterministic, block_q_bwd=128)
-        plan = backward_problem(**case, dim=64, options=options).plan
-        fused = choose_kernel.backward_kernels(plan)
-        assert isinstance(fused, choose_kernel.FusedKernel)
-        order = dq_order.order_for(plan, 3, 3)
-    assert fused.tiles.dq_first == ("backward_dq_first" in choices)
+    check_one_kernel(monkeypatch, deterministic, 128, **case)
+    options = KernelOptions(deterministic=deterministic, block_q_bwd=128)
+    plan = backward_problem(**case, dim=64, options=options).plan
+    fused = choose_kernel.backward_kernels(plan)
+    assert isinstance(fused, choose_kernel.FusedKernel)
+    assert fused.tiles.dq_first
     assert fused.tiles.heads == 2
-    assert order.waits == (mask is None)
+    assert dq_order.order_for(plan, 3, 3).waits == (mask is None)

@@ -1,0 +1,64 @@
+"""What is known of the fused backward kernel at compile time: sizes, the order of additions, and which products overlap."""
+
+import dataclasses
+
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles
+from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits
+from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
+from flexjax.backends.mosaic_gpu.dq_order import DqOrder
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedSetup:
+    """What is known of the kernel at compile time.
+
+    plan       with extra features joined to the head dim
+    math       how a tile's P and dS are computed
+    tiles      sizes of the kernel
+    order      of the additions to dQ, None for any order
+    kv_tiles   key tiles of a key head
+    q_tiles    query tiles of a query head
+    """
+
+    plan: KernelPlan
+    math: TileMath
+    tiles: FusedTiles
+    order: DqOrder | None
+    kv_tiles: int
+    q_tiles: int
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return self.plan.options.interpret
+
+    @property
+    def visits(self) -> FusedVisits:
+        """Which query tiles each key tile visits."""
+        return FusedVisits(self.plan, self.order, self.q_tiles)
+
+    @property
+    def sums(self) -> int:
+        """Number of partial dQ sums of a head (dq_order.py); 1 where additions are in any order."""
+        return 1 if self.order is None else self.order.sums
+
+    @property
+    def dq_tiles(self) -> int:
+        """Number of dQ tiles in memory: one for each batch entry, query head, partial sum and query tile."""
+        return self.plan.batch * self.plan.q_heads * self.sums * self.q_tiles
+
+    @property
+    def starts_together(self) -> bool:
+        """Whether the products S^T and dP^T of a visit are started one right after the other: where dQ is not late, and the accumulator of
+        dP^T starts from -delta.
+        """
+        return self.math.starts_at_minus_delta and not self.dq_is_late
+
+    @property
+    def dq_is_late(self) -> bool:
+        """Whether the product for dQ of a visit is issued one visit later (see the top of backward_sm90_fused.py): if additions are
+        in any order, or in one whose CTAs do not wait for each other (`DqOrder.waits`), and there is neither score_mod nor dropout.
+        """
+        waits = self.order is not None and self.order.waits
+        return not waits and self.plan.score is None and self.plan.dropout is None
