@@ -24,7 +24,7 @@ from flexjax.context_call import Given, build
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.explain_context import describe_context
-from flexjax.explain_work import describe_work
+from flexjax.explain_work import describe_split, describe_work
 from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.paged.cache import PagedCache
@@ -350,7 +350,7 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     tile_sizes = getattr(run.backend, "tile_sizes", None)
     if tile_sizes is not None:
         lines.append(f"  tiles: {tile_sizes(run.plan, target)}")
-    lines += _order(run)
+    lines += describe_split(run)
     score, operands = call.score, call.operands
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])
@@ -365,22 +365,9 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
         run = dispatch.choose_backward(call.plan, implementation, target, Wanted.of((*main, *captures)), derivative)
         lines.append(f"{name} on: {run.backend.name}")
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
-        lines += _order(run)
+        lines += describe_split(run)
         said |= set(run.refusals)
     return "\n".join(lines)
-
-
-def _order(run: dispatch.Run) -> list[str]:
-    """A line that says how a pass is split by residues of its tokens (plan/residues.py); [] if it is not."""
-    if run.whole is None or run.whole.residues is None:
-        return []
-    modulus, plan = run.whole.residues.modulus, run.plan
-    whole = run.whole.q_len % modulus == run.whole.kv_len % modulus == 0
-    cost = "without a copy" if plan.layout == "BTNH" and whole else "in copies of the arrays"
-    return [
-        f"  split by residues: token t is token t // {modulus} of residue t % {modulus}, {modulus} x {run.whole.q_heads} heads of "
-        f"{plan.q_len} queries and {plan.kv_len} keys, {cost}"
-    ]
 
 
 def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:

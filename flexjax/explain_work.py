@@ -27,6 +27,19 @@ MERGE_TIME = 6e-6
 """Seconds in which the partial results of the splits are merged."""
 
 
+def describe_split(run: Run) -> list[str]:
+    """A line that says how a pass is split by residues of its tokens (plan/residues.py); [] if it is not."""
+    if run.whole is None or run.whole.residues is None:
+        return []
+    modulus, plan = run.whole.residues.modulus, run.plan
+    whole = run.whole.q_len % modulus == run.whole.kv_len % modulus == 0
+    cost = "without a copy" if plan.layout == "BTNH" and whole else "in copies of the arrays"
+    return [
+        f"  split by residues: token t is token t // {modulus} of residue t % {modulus}, {modulus} x {run.whole.q_heads} heads of "
+        f"{plan.q_len} queries and {plan.kv_len} keys, {cost}"
+    ]
+
+
 def describe_work(call: Call, run: Run) -> str:
     """The section about work: blocks visited, floating-point operations of both passes, and the bytes of query, key, value and out.
 

@@ -45,13 +45,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import FragmentedArray
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir as mlir
 
 from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
 from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
 from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand
@@ -64,13 +62,10 @@ from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.choose_kernel import FusedKernel
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.backends.mosaic_gpu.kernel_parts import (
-    SCALAR_LAYOUT,
     Ref,
     Scalar,
-    inline_mgpu,
     launch,
     rows_of,
-    scalar_of,
 )
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
@@ -306,45 +301,13 @@ class _Cta:
         tickets = self.inputs.visits.tickets
         if tickets is not None:
             ticket = tickets[own.mask_b, h if setup.visits.lists_by_head else jnp.int32(0), own.tile, q_tile]
-        _wait_for_additions(self.inputs.counts, number, ticket)
+        wait_for_additions(self.inputs.counts, number, ticket)
         # memory holds nothing before the first addition, which is a store
         when(ticket == 0)(lambda: plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target))
         when(ticket != 0)(lambda: plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target, reduction_op="add"))
         plgpu.wait_smem_to_gmem(0)
-        _signal_addition(self.inputs.counts, number)
+        signal_addition(self.inputs.counts, number)
         plgpu.barrier_arrive(scratch.dq_free.at[slot])
-
-
-def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`, without changing it, and then makes visible what other CTAs wrote before
-    they counted. All threads of the calling warpgroup call it: one polls, then all meet at a barrier.
-
-    counts   int32 in global memory
-    """
-
-    @inline_mgpu(plgpu.RefType(), SCALAR_LAYOUT)
-    def wait(count: mlir.Value, least: FragmentedArray) -> None:
-        """Waits on a semaphore, in global memory at the address of `count`, until it is at least `least`."""
-        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
-        semaphore.wait(scalar_of(least), decrement=False, memory_scope="gpu")
-
-    wait(counts.at[pl.ds(index, 1)], least)
-
-
-def _signal_addition(counts: Ref, index: Scalar) -> None:
-    """In one thread of the calling warpgroup: adds one to counts[index]. A CTA that waits for this count (`_wait_for_additions`)
-    then sees the copies by TMA to global memory that the warpgroup has waited for.
-
-    counts   int32 in global memory
-    """
-
-    @inline_mgpu(plgpu.RefType())
-    def signal(count: mlir.Value) -> None:
-        """Adds one to a semaphore, in global memory at the address of `count`."""
-        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
-        semaphore.signal(1, memory_scope="gpu")
-
-    signal(counts.at[pl.ds(index, 1)])
 
 
 # ------------------------------------------------------------------- a computing warpgroup

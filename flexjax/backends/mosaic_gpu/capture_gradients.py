@@ -1,8 +1,9 @@
 """Gradients of the arrays that score_mod captured. That of one element is the sum of g = p * (dP - delta) * d mod / d load
 over all positions of the attention matrix that read the element, where "mod" is score_mod and a "load" its read of a captured array.
 
-The kernel (capture_kernel.py) goes through lists of tiles (capture_lists.py). For most kinds of loads, entries at the same offset of all tiles of a list read the same element or elements that
-XLA sums afterwards, so the kernel adds g tile by tile in registers and writes one tile of sums for each list:
+The kernel (capture_kernel.py) goes through lists of tiles (capture_lists.py). For most kinds of loads, entries at the same offset of all
+tiles of a list read the same element or elements that XLA sums afterwards, so the kernel adds g tile by tile in registers and writes one
+tile of sums for each list:
 
     kind of load   tiles of one list                              what XLA sums in a tile of sums
     scalar         a share of the tiles of a head                 queries and keys
@@ -20,10 +21,8 @@ the call has several runs. There the kernel itself adds g to the elements, in fi
 additions does not matter. Before, it sums in registers the tiles of a diagonal on which the index is the same (`_scattered`).
 
 The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the
-captured array, never with queries times keys unless the array has that size itself.
-
-p are the probabilities, dP and delta as at the top of backward_sm90_common.py. The number of a load counts the loads of arrays with a
-gradient (`gradient_loads`).
+captured array, never with queries times keys unless the array has that size. p are the probabilities, dP and delta as at the top of
+backward_sm90_common.py. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
 import dataclasses

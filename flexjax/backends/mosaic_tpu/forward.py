@@ -130,11 +130,9 @@ class ForwardKernel:
     @property
     def whole_powers(self) -> bool:
         """Whether references of rows are multiples of ln 2 (integers in base 2), so that the backward pass can round its weights to
-        those of this pass (tile_math.py): where `KernelPlan.rounds_weights_alike` says so.
-
-        Scores are then converted to base 2 before the row maximum is taken, and the maximum is rounded up to an integer. Scores that
-        may be large stay in base e, and their maximum is rounded up to a multiple of ln 2 if its magnitude is below MAX_WHOLE
-        (`tile_math.whole_power`).
+        those of this pass (tile_math.py): where `KernelPlan.rounds_weights_alike` says so. Scores are then converted to base 2 before
+        the row maximum is taken, which is rounded up to an integer. Scores that may be large stay in base e, and their maximum is
+        rounded up to a multiple of ln 2 if its magnitude is below MAX_WHOLE (`tile_math.whole_power`).
         """
         return self.plan.rounds_weights_alike
 
@@ -315,10 +313,9 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     """The forward pass of a plan by the forward kernel: out, lse and, where `max_scores` and `returns_rounding` of the plan are True,
     max_scores and rounding, in the shapes and dtypes that Results (plan/kernel_plan.py) says for the plan.
 
-    plan       one that the backend does not refuse, with mask blocks of the sizes that support.py takes for the kernels. With keys in
-               pages the caller has joined its heads into one (`joined_plan` in plan/join_heads.py), because a page is copied with the keys
-               of all heads; this function does not join them
-    operands   of that plan; for joined heads those of `join_operands`, and the caller gives the results to `split_results`
+    plan       one that the backend does not refuse, with mask blocks of the sizes that support.py takes. With keys in pages the caller
+               has joined its heads (plan/join_heads.py), because a page is copied with the keys of all heads
+    operands   of that plan; the caller splits results of joined heads
     chip       the TPU whose VMEM decides the tiles
     """
     shapes = layouts.FoldedShapes.of(plan)
