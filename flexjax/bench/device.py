@@ -235,7 +235,7 @@ def main(argument: str) -> int:
 
         {"problem": "facts", "device": kind, "jax": version}, or {"problem": "facts", "torch": version} of a torch peer
         {"problem": name, "forward": s, "backward": s, "first_call": s, "how": how the passes were measured}, times in seconds; the decode
-        suite has "decode" in place of the two passes, and REFERENCE, which is not timed, none of these
+        suite has "decode" in place of the two passes, and REFERENCE, which is not timed, the name alone
         {"problem": name, "failed": why} if the workload raised; the next workload follows
 
     Returns the exit status: 0; NOT_INSTALLED if a module of the peer is missing, or NOT_STARTED if preparing the peer fails in another

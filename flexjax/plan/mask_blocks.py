@@ -193,7 +193,8 @@ def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
 def _traced(
     program: Program | None, sizes: tuple[int, int, int, int], blocks: tuple[int, int, int, int]
 ) -> tuple[Program, tuple[int, ...]]:
-    """What `_program_with_lists` returns, computed once for each combination of the static parts of a plan that it depends on.
+    """(mask program, numbers of the arrays that it captures) as `_program_with_lists` returns them, computed once for each combination of
+    the static parts of a plan that they depend on. Number 0 is the array of classes, n + 1 the n-th array of the old mask.
 
     program  the plan's mask program, None where every entry of the listed blocks is visible
     sizes    batch, heads, q_len, kv_len

@@ -176,7 +176,9 @@ def _pair(dtype: str) -> str:
 
 
 def _elements(array: mgpu.FragmentedArray) -> Elements:
-    """The elements that one thread holds of an array in the layout TILE, by position; inside `inline_mgpu`."""
+    """The elements that one thread holds of an array in the layout TILE, by their (row, column) in the array as the first thread of the
+    warpgroup has them; inside `inline_mgpu`.
+    """
     found: Elements = {}
     for register, item, (row, column) in positions_of(lowered(TILE), array.shape).constants:
         found[row, column] = element(typing.cast(ir.Value, array.registers[register]), item)

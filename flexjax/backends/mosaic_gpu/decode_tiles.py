@@ -247,8 +247,8 @@ def _fitting_tile(plan: KernelPlan) -> DecodeTile | None:
 
 
 def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
-    """The configuration with tiles of `block_kv` keys and as many slots as fit, an even number up to MOST_STAGES. It has 0 where tiles of
-    more than 64 keys take more than TILE_BYTES, and where not even two fit shared memory.
+    """The configuration with tiles of `block_kv` keys and as many slots for keys and for values as fit, an even number up to MOST_STAGES.
+    `stages` is 0 where tiles of more than 64 keys take more than TILE_BYTES, and where not even two slots fit shared memory.
     """
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
     rows, page = plan.q_len * plan.group, plan.page

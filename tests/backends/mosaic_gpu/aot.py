@@ -35,6 +35,10 @@ ON_MESH = (
 fused one; window: a sequence that is split over two GPUs."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 
+MAY_SPILL = {"narrower_values": {"flexjax_backward_fused": 8}}
+"""Case -> kernel -> bytes that a thread may spill: numbers that do not change in the loop of the fused kernel, as in
+test_backward_compiles.py."""
+
 
 def sampled() -> list[str]:
     """What a run of CI compiles: each case in one of the dtypes, and the call on a mesh."""
@@ -155,10 +159,11 @@ def sweep(names: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def judged(line: str, spilled: dict[str, int]) -> str:
-    """The outcome, FAIL where a kernel is missing or spills."""
+    """The outcome, FAIL where a kernel is missing or spills more than MAY_SPILL."""
     if not line.startswith("ok"):
         return line
-    text = ", ".join(f"{kernel} spills {count}" for kernel, count in spilled.items() if count)
+    allowed = MAY_SPILL.get(line.split()[1].rsplit("-", 1)[0], {})
+    text = ", ".join(f"{kernel} spills {n}" for kernel, n in spilled.items() if n > allowed.get(kernel, 0))
     kernels = ("flexjax_forward", "flexjax_backward")
     absent = "".join(f"no {name} kernel " for name in kernels if not any(k.startswith(name) for k in spilled))
     return ("FAIL" + line[2:] if text or absent else line) + f" {absent}{text}".rstrip()

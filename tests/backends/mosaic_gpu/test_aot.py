@@ -56,6 +56,16 @@ def test_what_spills_is_judged(spilled: dict[str, int], verdict: str) -> None:
     assert aot.judged("ok a-b 1s", spilled) == verdict
 
 
+@pytest.mark.parametrize(
+    ("count", "verdict"),
+    [(8, "ok narrow-bfloat16 1s"), (12, "FAIL narrow-bfloat16 1s flexjax_backward_fused spills 12")],
+)
+def test_what_a_case_may_spill(count: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "MAY_SPILL", {"narrow": {"flexjax_backward_fused": 8}})
+    found = aot.judged("ok narrow-bfloat16 1s", {"flexjax_forward": 0, "flexjax_backward_fused": count})
+    assert found == verdict
+
+
 def test_spills_are_read_from_the_assembler() -> None:
     text = (
         "ptxas info    : Function properties for flexjax_forward_mosaic_gpu_kernel\n"
