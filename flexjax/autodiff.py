@@ -263,8 +263,10 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     are. If there are none, it is not bound and all tangents are arrays of zeros. If a captured array has a tangent, both primitives are
     bound with the problem `for_captures`: where inputs have 16 bits, `forward` then returns rounding too, for `tangent` alone unless
     `problem` asks for it; zeros take its place for a partial plan. out and lse get their names for checkpoint policies here; rounding
-    gets the name of out, because a policy that saves out needs both. Raises NotImplementedError for tangents of keys and values in pages
-    and of their scales.
+    gets the name of out, because a policy that saves out needs both.
+
+    Raises NotImplementedError for tangents of keys and values in pages and of their scales, and ValueError if `tangent` is bound and
+    score_mod has no derivative.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]

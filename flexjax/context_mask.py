@@ -72,6 +72,8 @@ def trace_mask(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelP
     plan       the plan of the call before it is split over devices; its batch and query heads bound b and h. Inside shard_map they are
                those of one device's arrays, else those of the global arrays
     origin     `Placed.origin` of the call (context_call.py), whose `whole` has the lengths in whole blocks
+
+    Raises ModError, a ValueError, for a mask_mod that cannot be traced.
     """
 
     def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
