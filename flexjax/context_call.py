@@ -280,14 +280,14 @@ def _planned(
     classes = known = None
     if mask is not None:
         of_whole = mask_of_whole(mask, plan, lengths, placed.origin)
-        if existing is not None and mask.from_user_lists:
+        if existing is not None and mask.lists_decide:
             raise NotImplementedError(
                 "A call with context= takes no lengths beside a block mask from user lists (BlockMask.from_kv_blocks), whose full blocks "
                 "no mask cuts. Hide tokens past a length with mask_mod, or pass lists without them."
             )
         mask_mod = of_whole
         with eager_if_known(mask):
-            classes = classes_of_lists(mask, *layout.block_size) if mask.from_user_lists else None
+            classes = classes_of_lists(mask, *layout.block_size) if mask.lists_decide else None
         if classes is not None and not isinstance(classes, core.Tracer):
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
     if existing is not None:

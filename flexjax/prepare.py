@@ -323,9 +323,9 @@ def _block_mask(
 def _layout(mask: BlockMask) -> BlockLayout:
     """The static shape of the block mask as a BlockLayout, for the plan, with its lists if they are known (`_known_lists`)."""
     batch, heads = mask.kv_num_blocks.shape[:2]
-    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
+    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.transposed_widths)
     return BlockLayout(
-        batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists, known=_known_lists(mask)
+        batch, heads, *mask.block_size, *widths, from_user_lists=mask.lists_decide, known=_known_lists(mask)
     )
 
 
@@ -335,7 +335,7 @@ def _residues(mask: BlockMask | None, score: TracedMod | None) -> Residues | Non
     mask    of the call; not split without one, and with lists of the user or traced lists, whose blocks are not counted
     score   the traced score_mod of the call; None without one
     """
-    if mask is None or mask.program is None or mask.from_user_lists or mask.on_host is None or not mask.as_made:
+    if mask is None or mask.program is None or mask.lists_decide or mask.on_host is None:
         return None
     num, _, full_num, _ = mask.on_host
     visited = (num.sum() + full_num.sum()) * math.prod(mask.block_size) / max(1, math.prod(num.shape[:2]))

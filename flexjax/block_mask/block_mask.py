@@ -28,7 +28,8 @@ class BlockMask(Parts):
     """The block lists of a mask over [B, H, q_len, kv_len], with what users do with them; the fields are those of Parts.
 
     A block is partial (the mask decides each entry), full (all entries are visible) or empty (in neither list, never visited).
-    `create_block_mask` and `BlockMask.from_kv_blocks` make one.
+    `create_block_mask` and `BlockMask.from_kv_blocks` make one. Where dataclasses.replace gives other lists, the lists decide, in any order, as
+    for from_kv_blocks; such a mask is another kind of pytree, so the branches of lax.cond and the carry of a loop need one kind.
     """
 
     @classmethod
@@ -54,7 +55,7 @@ class BlockMask(Parts):
         stack of such masks raises ValueError.
         """
         inside = self._within_partial_blocks
-        if not self.from_user_lists:
+        if not self.lists_decide:
             return inside
         self._refuse_stack()
         partial, full = self._flags()
@@ -125,7 +126,7 @@ class BlockMask(Parts):
     def _transposed(self, pair: int) -> tuple[Array, Array]:
         """The transposed lists (counts, block numbers) of the query blocks of each key block; pair: 0 partial, 1 full blocks."""
         lists = (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)[2 * pair :][:2]
-        return transpose.transposed(*lists, columns=self.blocks[1], width=self.q_widths[pair])
+        return transpose.transposed(*lists, columns=self.blocks[1], width=self.transposed_widths[pair])
 
     def _refuse_stack(self) -> None:
         """Raises ValueError for a stack of block masks, as vmap makes them."""

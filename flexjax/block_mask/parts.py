@@ -78,6 +78,24 @@ class Parts:
         return self.made is not None and all(x is y for x, y in zip(self.lists, self.made, strict=True))
 
     @property
+    def lists_decide(self) -> bool:
+        """Whether the lists say more than the program: a user gave them (`from_user_lists`) or replaced them. An entry of a block that they
+        leave out is then hidden whatever the program says.
+        """
+        return self.from_user_lists or not self.as_made
+
+    @property
+    def transposed_widths(self) -> tuple[int, int]:
+        """Bounds of how many query blocks list one key block as partial, and as full: `q_widths`, or all query blocks where the lists may have
+        been replaced; 0 for lists of width 0.
+        """
+        if self.as_made:
+            return self.q_widths
+        rows = self.blocks[0]
+        partial, full = (rows if index.shape[-1] else 0 for index in (self.kv_indices, self.full_kv_indices))
+        return partial, full
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """How many (query blocks, key blocks) the attention matrix has."""
         return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))

@@ -50,7 +50,7 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     traced = _shifted(mask, picked, q_len, mask_mod)
     lengths, widths = (q_len, mask.kv_len), transpose.q_widths(lists, mask.blocks[1])
     return parts_of(
-        lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.from_user_lists,
+        lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.lists_decide,
         ascending=mask.as_made,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ Token t is token i = t // m of residue r = t % m, and residues become heads:
     programs   read h = H % N, q = m * i + H // N, kv = m * j + H // N, so that q - kv = m * (i - j) and the conjunct is gone
 
 The rest of the mask is what it was, of positions that are affine in i and j, so blocks within a dilated window are full. It may not depend
-on the residue, so one pair of lists serves all heads; they are made while the call is traced (`residues_of`), and the plan has them.
+on the residue (comparisons such as q >= kv do not, `_cancels`), so one pair of lists serves all heads; they are made while the call is traced (`residues_of`), and the plan has them.
 Where m does not divide a length, the last token of some residues does not exist: arrays get up to m - 1 tokens of zeros, which the mask
 hides, and the last blocks are not full. Dropout drops the same entries as without a split, because its program sees the same indices.
 
@@ -29,7 +29,7 @@ from flexjax.analysis.patterns import residue_conjuncts
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import BlockedMask, classify_on_host
 from flexjax.ir.builder import Builder, literal
-from flexjax.ir.program import KV, SCORE, UNIFORM, Atom, H, Program, Q, axes_of
+from flexjax.ir.program import KV, SCORE, UNIFORM, Atom, H, Linear, Op, Program, Q, Step, Val, axes_of
 from flexjax.ir.replay import replay
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, Gradients, KernelPlan, Operands, Residues, Results
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
@@ -137,6 +137,19 @@ def _split_program(program: Program, modulus: int, heads: int, lengths: tuple[in
     return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
 
 
+def _cancels(atom: Atom, made: dict[int, Step]) -> bool:
+    """Whether a conjunct of a mask is a comparison whose two sides move by the same number from residue to residue, such as q >= kv, so that
+    it says the same of the tokens of every residue.
+
+    made   the step of each result, by id
+    """
+    step = made.get(atom.id) if isinstance(atom, Val) else None
+    if not isinstance(step, Op) or step.prim not in ("ge", "gt", "le", "lt", "eq", "ne"):
+        return False
+    one, other = (a.linear if isinstance(a, Val) else Linear() for a in step.inputs)
+    return one is not None and other is not None and one.q + one.kv == other.q + other.kv
+
+
 @functools.lru_cache(maxsize=512)
 def _split_mask(mask: Program, modulus: int, heads: int, lengths: tuple[int, int], ends: bool) -> Program | None:
     """The mask of the split call: the conjuncts of `mask` but that of the residues. None if one of them depends on the residue.
@@ -147,7 +160,8 @@ def _split_mask(mask: Program, modulus: int, heads: int, lengths: tuple[int, int
     builder, (first, own) = _new_builder(mask, modulus, heads, lengths)
     _, parts = residue_conjuncts(mask)
     with_residue = replay(mask, builder, own)
-    if any("h" in axes_of(with_residue.new(part)) for part in parts):
+    made = {out.id: step for step in mask.steps for out in step.outs}
+    if any("h" in axes_of(with_residue.new(part)) and not _cancels(part, made) for part in parts):
         return None
     found = replay(mask, builder, first)
     kept = [found.new(part) for part in parts]

@@ -10,6 +10,8 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, create_block_mask, masks
+from flexjax.backends.target import Target
+from flexjax.backends.xla.support import XlaBackend
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
 from flexjax.reference import reference_attention
@@ -87,3 +89,33 @@ def test_lists_as_they_were_made_are_not_sorted() -> None:
     assert "in_range" not in primitives(attend, made())
     assert "in_range" not in primitives(lambda m: attend(jax.tree.map(lambda x: x, m[:, :, :])), made())
     assert "in_range" in primitives(attend, by_replace(made()))
+
+
+@pytest.mark.parametrize("target", [Target("cpu"), Target("cuda", "NVIDIA T4", "7.5", 40)], ids=["cpu", "gpu"])
+def test_a_block_that_is_taken_off_stays_off(target: Target) -> None:
+    """Backends make other blocks of a mask's, where the program alone would show the entries of a removed block again."""
+    mask = create_block_mask(masks.causal, None, None, 1024, 1024)
+    fewer = dataclasses.replace(mask, full_kv_num_blocks=mask.full_kv_num_blocks * 0)
+    rng = np.random.default_rng(1)
+    q, k, v = (array(rng.standard_normal((1, 1024, 1, 8)), jnp.float32) for _ in range(3))
+    call = prepare(q, k, v, **(DEFAULTS | {"block_mask": fewer}))  # pyright: ignore[reportArgumentType]
+    got = XlaBackend().forward(call.plan, call.operands, target).out
+    at = np.arange(1024)
+    shown = (at[:, None] >= at) & (at[:, None] // 128 == at // 128)
+    np.testing.assert_allclose(got, reference_attention(q, k, v, mask=array(shown[None, None]))[0], atol=2e-6)
+    assert [bool(fewer.mask_mod(0, 0, 200, kv)) for kv in (10, 130, 201)] == [False, True, False]  # pyright: ignore[reportArgumentType]
+
+
+def test_transposed_lists_of_replaced_lists_have_all_rows() -> None:
+    """A column that every row lists has as many rows as there are, whatever the bound of the mask before was."""
+    mask = create_block_mask(masks.sliding_window(BLOCK), None, None, LENGTH, LENGTH, block_size=BLOCK)
+    rows = mask.blocks[0]
+    num = mask.kv_num_blocks.at[..., 2:].add(1)
+    index = jnp.concatenate([mask.kv_indices, jnp.zeros_like(mask.kv_indices[..., :1])], -1)
+    wider = dataclasses.replace(mask, kv_num_blocks=num, kv_indices=index)
+    assert mask.q_widths[0] < rows
+    assert int(wider.q_num_blocks[0, 0, 0]) == rows
+    np.testing.assert_array_equal(wider.q_indices[0, 0, 0], np.arange(rows))
+    call = prepare(*arrays(), **(DEFAULTS | {"block_mask": wider}))  # pyright: ignore[reportArgumentType]
+    assert call.plan.blocks is not None
+    assert call.plan.blocks.partial_t == rows

@@ -49,6 +49,7 @@ MODULI: dict[str, tuple[int, Any]] = {
     "each_side": (4, lambda b, h, q, k: (q >= k) & (k % 4 == q % 4)),
     "remainder_of_c": (4, lambda b, h, q, k: (q >= k) & (jax.lax.rem(q - k, 4) == 0)),
     "alone": (5, lambda b, h, q, k: (q - k) % 5 == 0),
+    "usual": (4, lambda b, h, q, k: (q >= k) & ((q - k) % 4 == 0)),
     "two": (6, lambda b, h, q, k: ((q - k) % 6 == 0) & ((q - k) % 4 == 0)),
     "causal": (1, masks.causal),
     "dilation_of_1": (1, masks.dilated_window(8, 1)),
@@ -97,6 +98,21 @@ def test_lists_of_the_user_stay_whole() -> None:
     one = array(np.ones((1, 1, 4), np.int32))
     lists = flexjax.BlockMask.from_kv_blocks(one, one[..., None] * 0, block_size=128, mask_mod=DILATED, kv_len=512)
     assert call(block_mask=lists).plan.residues is None
+
+
+@pytest.mark.parametrize("compare", [lambda q, k: q >= k, lambda q, k: k < q + 1, lambda q, k: q - k >= 0])
+def test_a_causal_conjunct_in_any_form_is_split(compare: Any) -> None:
+    mask_mod = lambda b, h, q, k: compare(q, k) & ((q - k) % 4 == 0)
+    made = call((2048, 2048), mask_mod=mask_mod)
+    assert made.plan.residues is not None
+    assert dense(split_plan(made.plan)).sum() > 0
+    q, k, v = (normal(1, 1030, n, 8) for n in (2, 1, 1))
+    got, want = (
+        flexjax.flex_attention(q, k, v, mask_mod=mask_mod, implementation=name) for name in ("xla", "reference")
+    )
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    other = lambda b, h, q, k: (2 * q >= k) & ((q - k) % 4 == 0)  # says something else of each residue
+    assert call((2048, 2048), mask_mod=other).plan.residues is None
 
 
 def test_replaced_lists_stay_whole() -> None:

@@ -165,6 +165,19 @@ def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
     return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan, backward))
 
 
+def _forward_candidates(plan: KernelPlan) -> list[tuple[int, int, int]]:
+    """(block_q, block_kv, stages) of the tiles of the forward kernel on Hopper that are worth timing for the plan of a call, the one that runs
+    first. Where three consumer warpgroups run on mask blocks of their own, their tiles are followed by those of the mask's blocks.
+    """
+    made = _kernel_plan(plan)
+    tiles = forward_tiles.forward_candidates(made)
+    if plan.blocks is not None and choose_kernel.forward_blocks(plan) is not None and plan.options.block_q is None:
+        tiles = tuple(t for t in tiles if (t.block_q, t.block_kv) == choose_kernel.forward_blocks(plan))
+        others = dataclasses.replace(plan, options=dataclasses.replace(plan.options, block_q=128))
+        tiles += forward_tiles.forward_candidates(_kernel_plan(others))
+    return list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles))
+
+
 def _for_kernels(
     given: KernelPlan, operands: Operands, in_pages: bool = False, backward: bool = False
 ) -> tuple[KernelPlan, Operands]:
@@ -309,10 +322,8 @@ class MosaicGpu:
             decodes = choose_kernel.mma_decode_kernel(plan, card) is not None
             return sm80_support.mma_candidates(_kernel_plan(plan), _kernel_plan(plan, backward=True), card, decodes)
         decodes = choose_kernel.decode_kernel(plan) is not None
-        plan = _kernel_plan(plan)
-        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
-        backward = choose_kernel.backward_candidates(plan)
-        return sm80_support.paired([] if decodes else forward, backward)
+        backward = choose_kernel.backward_candidates(_kernel_plan(plan, backward=True))
+        return sm80_support.paired([] if decodes else _forward_candidates(plan), backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where choose_kernel.py takes that one, for few queries; for a plan that `refuses`

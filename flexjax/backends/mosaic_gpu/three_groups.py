@@ -48,22 +48,26 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
 
 
 def mask_blocks(plan: KernelPlan) -> tuple[int, int] | None:
-    """BLOCK where three consumer warpgroups run under the plan's mask_mod, None elsewhere: the kernel then visits the mask's own blocks."""
+    """BLOCK where three consumer warpgroups run under the plan's mask_mod, because they are faster or the options ask for their block_q; None
+    elsewhere: the kernel then visits the mask's own blocks.
+    """
     small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= 64
     if not small or not under_mask(plan):
         return None
-    return BLOCK if three_groups_are_faster(plan, 64, None) else None
+    return BLOCK if plan.options.block_q == BLOCK[0] or three_groups_are_faster(plan, 64, None) else None
 
 
 def under_mask(plan: KernelPlan) -> bool:
     """Whether three consumer warpgroups may run under the plan's mask_mod: with a block mask that is not from user lists, without
     score_mod, dropout, lengths, pages and an origin, where mask_mod captures nothing, the plan is no partial one, and the options set no
-    instruction and no other block_q or block_kv than BLOCK. Head dims are checked by the callers.
+    instruction, no other block_q or block_kv than BLOCK and at most three stages. Head dims are checked by the callers.
     """
     mask, blocks, options = plan.mask, plan.blocks, plan.options
     if mask is None or blocks is None or mask.loads or blocks.from_user_lists:
         return False
     if options.block_q not in (None, BLOCK[0]) or options.block_kv not in (None, BLOCK[1]) or options.instruction:
+        return False
+    if options.num_stages not in (None, 2, 3):  # more slots have no named barriers beside three groups
         return False
     plain = plan.score is None and plan.dropout is None and plan.origin is None and plan.page == 0
     return plain and not plan.partial and not any(plan.lengths)
@@ -72,7 +76,8 @@ def under_mask(plan: KernelPlan) -> bool:
 @functools.lru_cache(maxsize=512)
 def _visited(mask: BlockedMask) -> int | None:
     """The entries of the blocks that are not empty, for a mask that captures nothing; None if it has more than MOST_BLOCKS blocks. Blocks
-    that interval analysis does not decide count.
+    that interval analysis does not decide count. An estimate: the mask of a call split by residues reads h to hide tokens that do not
+    exist, and is counted for head 0.
     """
     rows, columns = mask.counts
     if mask.heads[0] * mask.heads[1] * rows * columns > MOST_BLOCKS:

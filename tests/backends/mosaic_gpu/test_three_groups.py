@@ -40,6 +40,7 @@ def benched(
 IDS = np.repeat(np.arange(8), 1024).astype(np.int32)
 THREE = {
     "causal": benched,
+    "asked for": lambda: benched(1024, 4, block_q=192),
     "prefix": lambda: benched(mask_mod=masks.prefix_lm(1024)),
     "a wide window": lambda: benched(16384, 16, masks.sliding_window(4096)),
     "causal, 2048 tokens": lambda: benched(2048, 128),
@@ -51,6 +52,7 @@ TWO = {
     "ALiBi": lambda: benched(score_mod=lambda s, b, h, q, k: s + 0.1 * (k - q)),
     "another tile": lambda: benched(block_q=128),
     "mma.sync": lambda: benched(instruction="mma"),
+    "four stages": lambda: benched(num_stages=4),
 }
 
 
@@ -105,3 +107,24 @@ def test_three_groups_under_a_mask(q_len: int, kv_len: int, monkeypatch: pytest.
     found = jax.jit(lambda operands: BACKEND.forward(made.plan, operands, CPU))(made.operands)
     want = flexjax.flex_attention(*arrays, mask_mod=masks.causal, implementation="reference")
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found.out, want)), atol=0.02, rtol=0.02)
+
+
+@gpu
+def test_tiles_of_both_numbers_of_groups_are_timed() -> None:
+    """The first is what runs; no tile is offered that the kernel refuses."""
+    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
+
+    hopper = Target("cuda", "NVIDIA H200", "9.0", 132)
+    plan = benched()
+    found = BACKEND.tile_candidates(plan, hopper)
+    sizes = [(c["block_q"], c["block_kv"]) for c in found]
+    assert sizes[0] == three_groups.BLOCK
+    assert (128, 128) in sizes
+    for asked in found:
+        forward = {name: asked[name] for name in ("block_q", "block_kv", "num_stages") if name in asked}
+        made = benched(**forward)
+        assert BACKEND.refuses(made, hopper) is None
+        tile = choose_kernel.forward_kernel(_kernel_plan(made))
+        assert (tile.block_q, tile.block_kv) == (asked["block_q"], asked["block_kv"])
+    assert found[0]["block_q_bwd"] == 128
