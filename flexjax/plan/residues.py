@@ -9,7 +9,8 @@ Token t is token i = t // m of residue r = t % m, and residues become heads:
     programs   read h = H % N, q = m * i + H // N, kv = m * j + H // N, so that q - kv = m * (i - j) and the conjunct is gone
 
 The rest of the mask is what it was, of positions that are affine in i and j, so blocks within a dilated window are full. It may not depend
-on the residue (comparisons such as q >= kv do not, `_cancels`), so one pair of lists serves all heads; they are made while the call is traced (`residues_of`), and the plan has them.
+on the residue (comparisons such as q >= kv do not, `_cancels`), so one pair of lists serves all heads; they are made while the call is
+traced (`residues_of`), and the plan has them.
 Where m does not divide a length, the last token of some residues does not exist: arrays get up to m - 1 tokens of zeros, which the mask
 hides, and the last blocks are not full. Dropout drops the same entries as without a split, because its program sees the same indices.
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.base import BackwardInputs
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.prepare import prepare
 from flexjax.trace import trace_mod
 from flexjax.types import KernelOptions
 from tests.arrays import array
@@ -28,6 +30,21 @@ def normal(*shape: int) -> jax.Array:
 
 def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
     return q >= k
+
+
+def benched(
+    tokens: int = 8192,
+    heads: int = 32,
+    mask_mod: typing.Any = causal,
+    score_mod: typing.Any = None,
+    **options: typing.Any,
+) -> KernelPlan:
+    """The plan of attention as the benchmarks have it at head dim 64, batch 2."""
+    x = jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16)
+    given = {"mask_mod": mask_mod, "score_mod": score_mod, "kernel_options": KernelOptions(**options)}
+    plans: list[KernelPlan] = []
+    jax.eval_shape(lambda x: plans.append(prepare(x, x, x, **typing.cast(typing.Any, DEFAULTS | given)).plan), x)
+    return plans[0]
 
 
 # ------------------------------------------------------------------- forward

@@ -90,10 +90,11 @@ def is_triangle(plan: KernelPlan) -> bool:
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay (of equal delays,
-    the smallest number); for causal-like masks it is `_upward_order` where that has a delay of at most MOST_UPWARD_DELAY, query tiles are at
-    least as long as key tiles, and there is neither score_mod nor dropout, so that dQ can be late (backward_sm90_fused.py). Any other mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads
-    side by side are `heads_side_by_side` in each case.
+    For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay (of equal delays, the
+    smallest number); for causal-like masks it is `_upward_order` where that has a delay of at most MOST_UPWARD_DELAY, query tiles are at
+    least as long as key tiles, and there is neither score_mod nor dropout, so that dQ can be late (backward_sm90_fused.py). Any other
+    mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads side by side are `heads_side_by_side` in each
+    case.
     """
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):

@@ -373,8 +373,9 @@ class QueryTile(QueryRows[ForwardTile]):
         """Computes Q K^T of step n, [rows, block_kv] float32 without scale, and waits until the WGMMAs have completed. No
         other WGMMA of this warpgroup may be in flight.
 
-        The keys of step n must have arrived, and the warpgroup must have the ping-pong turn. Between issuing the WGMMAs and waiting for them, this method ends the turn
-        and, with `prefetch_key_barrier`, waits for the keys of step n + 1. The caller releases the key slot.
+        The keys of step n must have arrived, and the warpgroup must have the ping-pong turn. Between issuing the WGMMAs and waiting for
+        them, this method ends the turn and, with `prefetch_key_barrier`, waits for the keys of step n + 1. The caller releases
+        the key slot.
         """
 
         def product(acc: Ref) -> jax.Array:

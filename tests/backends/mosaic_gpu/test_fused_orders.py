@@ -3,14 +3,10 @@
 import typing
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from flexjax import KernelOptions, masks
-from flexjax.call_arguments import DEFAULTS
-from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.prepare import prepare
-from tests.cases.on_hopper import backward_problem, causal
+from tests.cases.on_hopper import backward_problem, benched, causal
 from tests.marks import some_slow
 
 if jax.__version_info__ < (0, 11):
@@ -20,25 +16,6 @@ from flexjax.backends.mosaic_gpu import choose_kernel, dq_order
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.support import _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
-
-
-def benched(
-    tokens: int = 8192,
-    heads: int = 32,
-    mask_mod: typing.Any = masks.causal,
-    score_mod: typing.Any = None,
-    **options: typing.Any,
-) -> KernelPlan:
-    """Attention of the benchmarks at head dim 64, as the kernels see it."""
-    x = jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16)
-    given: typing.Any = DEFAULTS | {
-        "mask_mod": mask_mod,
-        "score_mod": score_mod,
-        "kernel_options": KernelOptions(**options),
-    }
-    plans: list[KernelPlan] = []
-    jax.eval_shape(lambda x: plans.append(prepare(x, x, x, **given).plan), x)
-    return plans[0]
 
 
 def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:

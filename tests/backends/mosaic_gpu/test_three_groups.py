@@ -12,29 +12,12 @@ from flexjax import KernelOptions, masks
 from flexjax.backends.mosaic_gpu import three_groups
 from flexjax.backends.target import Target
 from flexjax.call_arguments import DEFAULTS
-from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.prepare import prepare
 from tests.arrays import array
+from tests.cases.on_hopper import benched
 from tests.marks import some_slow
 
 CPU = Target("cpu")
-
-
-def benched(
-    tokens: int = 8192,
-    heads: int = 32,
-    mask_mod: typing.Any = masks.causal,
-    score_mod: typing.Any = None,
-    **options: typing.Any,
-) -> KernelPlan:
-    """Attention of the benchmarks at head dim 64."""
-    x = jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16)
-    given: typing.Any = DEFAULTS | {
-        "mask_mod": mask_mod, "score_mod": score_mod, "kernel_options": KernelOptions(**options)
-    }  # fmt: skip
-    plans: list[KernelPlan] = []
-    jax.eval_shape(lambda x: plans.append(prepare(x, x, x, **given).plan), x)
-    return plans[0]
 
 
 IDS = np.repeat(np.arange(8), 1024).astype(np.int32)
