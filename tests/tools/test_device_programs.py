@@ -75,8 +75,15 @@ def test_the_tiles_of_another_card_are_those_of_mma_sync(script, more, monkeypat
     assert ended.value.code == 2
 
 
-def test_a_torch_process_answers_each_time_also_where_a_workload_does_not_compile(monkeypatch, capsys):
-    """The lines are workloads to compile, and the word "time"."""
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("causal d128", {"error": "RuntimeError: does not compile"}),
+        ("full d64", {"Flex": ["full d64", "full d64"]}),
+    ],
+)
+def test_a_torch_process_answers_each_time_also_where_a_workload_does_not_compile(name, answer, monkeypatch, capsys):
+    """One line says that it has compiled, and one answers each line of the input."""
 
     def calls(problem):
         if problem.name == "causal d128":
@@ -86,32 +93,55 @@ def test_a_torch_process_answers_each_time_also_where_a_workload_does_not_compil
     monkeypatch.setattr(time_mma, "torch_calls", calls)
     monkeypatch.setattr(torch_flex, "facts", dict)
     monkeypatch.setattr(torch_flex, "events", lambda call, count: call())
-    monkeypatch.setattr(sys, "stdin", io.StringIO("causal d128\ntime\ntime\nfull d64\ntime\ntime\n"))
-    time_mma.serve_torch()
-    answers = [json.loads(line.removeprefix("answer ")) for line in capsys.readouterr().out.splitlines()]
-    assert answers == [{"error": "RuntimeError: does not compile"}] * 2 + [{"Flex": ["full d64", "full d64"]}] * 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("time\ntime\n"))
+    time_mma.serve_torch(name)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "compiled"
+    assert [json.loads(line.removeprefix("answer ")) for line in lines] == [answer] * 2
+
+
+def test_a_torch_process_is_asked_once_it_has_compiled(tmp_path, monkeypatch):
+    """One that died, or was ended because it had not compiled, says so."""
+    script = tmp_path / "torch.py"
+    script.write_text(
+        "import sys\n"
+        "print('noise')\n"
+        "if sys.argv[2] != 'slow':\n"
+        "    print('compiled', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    if sys.argv[2] == 'dies':\n"
+        "        sys.exit(3)\n"
+        """    print('noise\\nanswer {"FA2": [1, 2]}', flush=True)\n"""
+    )
+    monkeypatch.setattr(time_mma, "__file__", str(script))
+    for name, answer in dict(quick={"FA2": [1, 2]}, dies={"error": "has ended with 3"}).items():
+        torch = time_mma.Torch(name, {})
+        assert torch.compiled.wait(60)
+        assert torch.measure() == answer
+        torch.end()
+    torch = time_mma.Torch("slow", {})
+    torch.end()
+    assert torch.measure() == {"error": "has ended with -9"}
 
 
 class TorchProcess:
-    """Answers the word "time" with lines that are given."""
+    """Answers with values that are given."""
 
-    def __init__(self, events, name, lines):
-        self.stdin, self.stdout = self, iter(lines)
-        self.write = lambda text: events.append((name, text))
+    def __init__(self, events, name, answers):
+        self.events, self.name, self.answers = events, name, iter(answers)
 
-    def flush(self):
-        pass
+    def measure(self):
+        self.events.append(self.name)
+        return next(self.answers)
 
 
 def test_torch_and_ours_are_measured_in_turns_and_the_least_counts():
     events, times = [], iter([5.0, 3.0, 4.0])
-    first = TorchProcess(
-        events, "first", ['answer {"FA2": [3, 7]}', "noise", 'answer {"FA2": [4, 6]}', 'answer {"FA2": [5, 8]}']
-    )
-    second = TorchProcess(events, "second", ['answer {"error": "no"}'] * 3)
-    ours = {"default": lambda: events.append(("ours", "")) or next(times)}
+    first = TorchProcess(events, "first", [{"FA2": [3, 7]}, {"FA2": [4, 6]}, {"FA2": [5, 8]}])
+    second = TorchProcess(events, "second", [{"error": "no"}] * 3)
+    ours = {"default": lambda: events.append("ours") or next(times)}
     assert time_mma.in_turns(3, [first, second], ours) == ({"FA2": [3, 6]}, {"default": 3.0}, {"no"})
-    assert events == [("first", "time\n"), ("second", "time\n"), ("ours", "")] * 3
+    assert events == ["first", "second", "ours"] * 3
 
 
 def test_random_problems_are_drawn_from_their_seed_alone():

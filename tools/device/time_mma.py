@@ -4,12 +4,14 @@ Not collected by pytest. It shows what the kernels for Ampere, Ada and RTX Black
 FlashAttention-2, which multiplies by mma.sync there too, and its FlexAttention in Triton, twice: with WGMMA, as Triton compiles it there,
 and with mma.sync. Two lines for each workload: milliseconds and TFLOP/s of a pass, and the time of each peer over ours. In each round every
 peer is measured once, then each of ours; of all rounds the least counts. Every forward result is compared with that of the kernels for
-Hopper first; the exit status is 1 where one differs. While torch compiles in processes of its own, nothing is timed. About half a minute a
-workload. time_mma_backward.py compares gradients and sizes of the backward pass.
+Hopper first; the exit status is 1 where one differs. Torch compiles every workload at the same time, in two processes of its own for each;
+nothing is timed before all of them have compiled or --compile seconds have passed, after which a process that has not is ended and its
+workload says so. time_mma_backward.py compares gradients and sizes of the backward pass.
 
     --workloads TEXT   names of workloads of the gpu suite, by semicolons
     --tiles TEXT       configurations of the forward pass beside the default, by semicolons
     --rounds N         measurements of each peer and of each of ours (3)
+    --compile N        seconds that torch has to compile (150)
     --seconds N        workloads that begin later are left out (300)
     --no-torch         without peers
 """
@@ -18,6 +20,7 @@ workload. time_mma_backward.py compares gradients and sizes of the backward pass
 # torch is measured where it is installed
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -25,6 +28,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -101,26 +105,24 @@ def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[],
     return calls
 
 
-def serve_torch() -> None:
-    """Compiles the workload that a line of the input names. At each line "time" measures it once and prints a line of JSON: peer -> seconds
-    of both passes, by CUDA events; {"error": why} in its place. There is one answer for each "time", also where the workload does not
-    compile.
+def serve_torch(name: str) -> None:
+    """Compiles a workload and prints the line "compiled". At each line of the input "time" measures it once and prints a line of JSON:
+    peer -> seconds of both passes, by CUDA events; {"error": why} in its place, also where the workload does not compile.
+
+    name   of the workload, one of the gpu suite
     """
     from flexjax.bench import torch_flex
     from flexjax.bench.suites import SUITES
 
-    torch_flex.facts()
-    named = {p.name: p for p in SUITES["gpu"]}
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
     failed: dict[str, Any] = {}
-    for line in map(str.strip, sys.stdin):
-        if line != "time":
-            calls, failed = {}, {}
-            try:
-                calls = torch_calls(named[line])
-            except Exception as error:  # a peer that fails says so and the others go on
-                failed = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-            continue
+    try:
+        torch_flex.facts()
+        calls = torch_calls({p.name: p for p in SUITES["gpu"]}[name])
+    except Exception as error:  # a peer that fails says so and the others go on
+        failed = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    print("compiled", flush=True)
+    for _ in sys.stdin:
         try:
             answer = failed or {n: [torch_flex.events(c, 3) for c in passes] for n, passes in calls.items()}
         except Exception as error:
@@ -128,32 +130,72 @@ def serve_torch() -> None:
         print("answer " + json.dumps(answer), flush=True)
 
 
-def say(processes: list[Any], text: str) -> None:
-    """Writes a line to each torch process: a workload to compile, or "time" to measure what it has compiled once."""
-    for process in processes:
-        process.stdin.write(text + "\n")
-        process.stdin.flush()
+class Torch:
+    """A process that has compiled a workload in torch.
+
+    name       of the workload
+    apart      variables of the process beside ours
+    compiled   set when the workload is compiled, has failed to, or the process has ended
+    """
+
+    def __init__(self, name: str, apart: dict[str, str]) -> None:
+        """Starts the process."""
+        self.name = name
+        self.compiled = threading.Event()
+        given = {
+            **os.environ,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            **apart,
+        }  # else each starts a pool of as many as there are cores
+        command = [sys.executable, __file__, "--serve-torch", name]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        """Sets `compiled` at the line that says so, or at the last one."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "compiled\n":
+                break
+        self.compiled.set()
+
+    def measure(self) -> dict[str, Any]:
+        """Peer -> seconds of one measurement of the forward and of the backward pass, or {"error": why}."""
+        if self.process.returncode is not None:
+            return {"error": f"has ended with {self.process.returncode}"}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended
+            self.process.stdin.write("time\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line[len("answer ") :])
+        return {"error": f"has ended with {self.process.wait()}"}
+
+    def end(self) -> None:
+        """Ends the process, which frees its memory of the GPU."""
+        self.process.kill()
+        self.compiled.wait()  # the other thread has read the last line
+        with contextlib.suppress(BrokenPipeError), self.process:
+            pass  # leaving it closes its files
 
 
-def answers(processes: list[Any]) -> tuple[dict[str, list[float]], set[str]]:
+def answers(processes: list[Torch]) -> tuple[dict[str, list[float]], set[str]]:
     """(peer -> seconds of one measurement of the forward and of the backward pass, why peers failed), of one process after the other."""
     found: dict[str, list[float]] = {}
     errors: set[str] = set()
     for process in processes:
-        say([process], "time")
-        for line in process.stdout:
-            if line.startswith("answer "):
-                answer = json.loads(line[len("answer ") :])
-                if "error" in answer:
-                    errors.add(answer["error"])
-                else:
-                    found |= answer
-                break
+        answer = process.measure()
+        if "error" in answer:
+            errors.add(answer["error"])
+        else:
+            found |= answer
     return found, errors
 
 
 def in_turns(
-    rounds: int, processes: list[Any], ours: dict[str, Callable[[], float]]
+    rounds: int, processes: list[Torch], ours: dict[str, Callable[[], float]]
 ) -> tuple[dict[str, list[float]], dict[str, float], set[str]]:
     """Measures torch and our calls in turns, so that both see the same clocks of the GPU: in each round every torch process once, then each
     of ours once.
@@ -217,11 +259,12 @@ def main() -> int:
     parser.add_argument("--tiles", default="default", help=f"of {', '.join(TILES)}, by semicolons")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--compile", type=float, default=150.0)
     parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--serve-torch", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-torch", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_torch:
-        serve_torch()
+        serve_torch(args.serve_torch)
         return 0
     import jax
     import jax.numpy as jnp
@@ -229,19 +272,24 @@ def main() -> int:
     from flexjax.bench import gpu_peers
     from flexjax.bench.suites import SUITES
 
-    processes: list[Any] = []
-    caches = tempfile.mkdtemp()  # of the process whose code is compiled for mma.sync
+    names, began = args.workloads.split(";"), time.perf_counter()
+    caches = tempfile.mkdtemp()  # of the processes whose code is compiled for mma.sync
     apart = {MMA_SYNC: "1", "TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": os.path.join(caches, "triton")}
-    for more in () if args.no_torch else ({}, apart):
-        command, given = [sys.executable, __file__, "--serve-torch"], {**os.environ, **more}
-        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given))
+    torch = [] if args.no_torch else [Torch(name, more) for name in names for more in ({}, apart)]
+    for process in torch:
+        process.compiled.wait(max(0.0, began + args.compile - time.perf_counter()))
+    for process in torch:
+        if not process.compiled.is_set():
+            print(f"{process.name}: torch has not compiled in {args.compile:g} s", flush=True)
+            process.end()
+    if torch:
+        print(f"torch compiled in {time.perf_counter() - began:.0f} s", flush=True)
     named, wrong, began = {p.name: p for p in SUITES["gpu"]}, 0, time.perf_counter()
-    for name in args.workloads.split(";"):
+    for name in names:
         if time.perf_counter() - began > args.seconds:
             print(f"{name:26} not measured: no time is left", flush=True)
             continue
-        problem = named[name]
-        say(processes, name)
+        problem, processes = named[name], [p for p in torch if p.name == name]
         arrays, array = gpu_peers.on_device(problem)
         operands = (arrays["q"], arrays["k"], arrays["v"], array)
         want = forward(problem, None, {})(*operands)(*operands).astype(jnp.float32)
@@ -272,9 +320,8 @@ def main() -> int:
         if "default" in calls:
             took = own[STEP] - own["default"]
             report(problem, "backward", "default", took, {p: t[1] for p, t in peers.items()})
-    for process in processes:
-        process.stdin.close()
-        process.wait()
+        for process in processes:
+            process.end()
     return int(wrong > 0)
 
 
