@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,8 @@ def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[],
     if stored is not None and problem.learns:
         inputs.append(stored.requires_grad_(True))
     mask, length = torch_flex._mask(problem, "cuda"), problem.length
-    made = None if mask is None else torch.compile(create_block_mask)(mask, None, None, length, length, device="cuda")
+    # not compiled: inductor takes minutes for the entries of documents and windows at this length
+    made = None if mask is None else create_block_mask(mask, None, None, length, length, device="cuda")
     compiled, mod = torch.compile(flex_attention, dynamic=False), torch_flex._mod(problem, stored)
     flex = "Flex on mma.sync" if MMA_SYNC in os.environ else "Flex"
     found[flex] = lambda: compiled(*inputs[:3], score_mod=mod, block_mask=made, **grouped)
@@ -148,7 +150,8 @@ class Torch:
             **apart,
         }  # else each starts a pool of as many as there are cores
         command = [sys.executable, __file__, "--serve-torch", name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given)
+        pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, env=given, start_new_session=True, **pipes)
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
@@ -174,8 +177,9 @@ class Torch:
         return {"error": f"has ended with {self.process.wait()}"}
 
     def end(self) -> None:
-        """Ends the process, which frees its memory of the GPU."""
-        self.process.kill()
+        """Ends the process, which frees its memory of the GPU, and the compilers that it has started, which share its files."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.compiled.wait()  # the other thread has read the last line
         with contextlib.suppress(BrokenPipeError), self.process:
             pass  # leaving it closes its files
