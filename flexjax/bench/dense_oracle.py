@@ -100,7 +100,8 @@ def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
     lse = np.where(total > 0, lse, -np.inf)
     over = 1.0 / np.where(total == 0, 1.0, total)
     probs = weights * over[..., None]
-    out = rounded(np.einsum("bhqk,bhke->bhqe", rounded(probs), v, optimize=True))
+    kept = rounded(probs)
+    out = rounded(np.einsum("bhqk,bhke->bhqe", kept, v, optimize=True))
 
     d_lse = np.where(np.isfinite(lse), problem.d_lse, 0.0)
     delta = np.einsum("bhqe,bhqe->bhq", d_out, out) - d_lse
@@ -113,13 +114,14 @@ def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
         lse=lse,
         dq=rounded(np.einsum("bhqk,bhkd->bhqd", d_raw, k, optimize=True) * scale),
         dk=rounded(grouped(np.einsum("bhqk,bhqd->bhkd", d_raw, q, optimize=True)) * scale),
-        dv=rounded(grouped(np.einsum("bhqk,bhqe->bhke", rounded(probs), d_out, optimize=True))),
+        dv=rounded(grouped(np.einsum("bhqk,bhqe->bhke", kept, d_out, optimize=True))),
     )
     if sinks is not None:
         p_sink = np.where(exists, np.exp(sinks - shift) * over, 0.0)
         results["dsinks"] = (-p_sink * delta).sum(axis=(0, 2))
     if modified.pullback is not None:
-        results["dlearned"] = modified.pullback(np.where(visible, d_modified, 0.0))
+        # as the kernels have it (KernelPlan.rounds_weights_alike), so that sums along a row stay exact and elements do not
+        results["dlearned"] = modified.pullback(np.where(visible, kept * d_probs - probs * delta[..., None], 0.0))
     return results
 
 
