@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
+`python -m flexjax.bench --suite cpu|gpu|gpu-sweep|decode|order|mesh|step|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
 times flexjax and its peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 

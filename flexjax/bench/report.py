@@ -54,8 +54,8 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
 
 
 def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """The table of the gpu suite as Markdown text, with a line for each row, and below it facts and why results are
-    missing.
+    """The table of a gpu suite as Markdown text, with a line for each row, and below it facts, why results are missing, and for each pass
+    the worst and the median ratio of the fastest other peer to ours.
 
     rows, facts, command   see the top of the file
     peers                  names of the peers, in the order of the columns; those that begin with "flexjax" are ours
@@ -68,6 +68,7 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p}, TFLOP/s" for p in own)]
     head += [f"{p} against the best peer" for p in own] + [f"{OWN}, first call, s", f"{OWN}, error", "largest error"]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", "---", *["---:"] * (len(head) - 2)]) + "|"]
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         results = row["peers"]
         best = min((results[p]["median"] for p in others if "median" in results.get(p, {})), default=None)
@@ -75,12 +76,23 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
         times = [results.get(p, {}).get("median") for p in own]
         cells += [f"{row['flops'] / t / 1e12:.0f}" if t else "-" for t in times]
         cells += [f"{best / t:.2f}" if best and t else "-" for t in times]
+        for p, t in zip(own, times, strict=True):
+            if best and t:
+                ratios.setdefault((row["which"], p), {})[row["problem"]] = best / t
         mine = results.get(OWN, {})
         cells += [f"{mine['first_call']:.1f}" if "first_call" in mine else "-"]
         cells += [f"{mine['error']:.0e}" if "error" in mine else "-"]
         errors = [r["error"] for r in results.values() if "error" in r]
         lines.append("| " + " | ".join([*cells, f"{max(errors):.0e}" if errors else "-"]) + " |")
-    return "\n".join(lines + _below(rows, facts, command))
+    lines += _below(rows, facts, command)
+    lines += [f"best peer / {p}, {which}: {worst_and_median(found)}" for (which, p), found in ratios.items()]
+    return "\n".join(lines)
+
+
+def worst_and_median(ratios: dict[str, float]) -> str:
+    """ "worst 0.79 (the problem's name), median 0.93 of 27" of ratios by the names of their problems, at least one."""
+    worst = min(ratios, key=lambda name: ratios[name])
+    return f"worst {ratios[worst]:.2f} ({worst}), median {statistics.median(ratios.values()):.2f} of {len(ratios)}"
 
 
 def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
@@ -144,9 +156,7 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
         lines.append(f"- slower than the floor of an H200: {', '.join(missed)}")
     if not ratios:
         return "\n".join([*lines, f"No case has times of both cuDNN and {OWN}."])
-    worst = min(ratios, key=lambda name: ratios[name])
-    middle = statistics.median(ratios.values())
-    return "\n".join([*lines, f"cuDNN / {OWN}: worst {ratios[worst]:.2f} ({worst}), median {middle:.2f}"])
+    return "\n".join([*lines, f"cuDNN / {OWN}: {worst_and_median(ratios)}"])
 
 
 def _gpu_milliseconds(result: Row) -> str:

@@ -259,6 +259,12 @@ def _gpu(
     return Workload(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, passes=passes, **fields)
 
 
+def _sweep(length: int, heads: int, dim: int) -> Workload:
+    """A workload of the suite gpu-sweep: causal attention with at most 16384 tokens where the length allows."""
+    name = f"causal {length}, {heads} heads of {dim}"
+    return _gpu(name, "causal", 0, length, heads, heads, dim, batch=max(1, 16384 // length))
+
+
 _TOO_LARGE = (("dense", "scores of 17 GB"), ("jax.nn", "scores of 17 GB"))
 
 SUITES: dict[str, tuple[Workload, ...]] = {
@@ -299,6 +305,13 @@ SUITES: dict[str, tuple[Workload, ...]] = {
         _gpu("learned table causal d64", "causal", 0, 8192, 16, 16, 64, mod="head_relative", learns=True),
         _gpu("plain 4096 d64", "full", 0, 4096, 16, 16, 64),
         _gpu("learned pair bias d64", "full", 0, 4096, 16, 16, 64, mod="pair", learns=True),
+    ),
+    # lengths and head counts that no table has, whose worst ratio tells more than their best
+    "gpu-sweep": (
+        *(_sweep(length, 16, 128) for length in range(1024, 20481, 1024)),
+        *(_sweep(length, 32, 64) for length in range(1024, 20481, 1024)),
+        *(_sweep(8192, heads, dim) for dim in (128, 64) for heads in (1, 2, 3, 4, 6, 8, 12, 24, 40, 64)),
+        *(_sweep(length, 12, dim) for dim in (128, 64) for length in (1000, 3000, 5000, 9999)),
     ),
     # the gpu suite in a few seconds, on any device, for tests
     "gpu-tiny": (

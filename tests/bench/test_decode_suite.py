@@ -100,7 +100,7 @@ def test_table():
     lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
     assert lines[2] == "| B1 S128k | 1.000 | 4.00 | - | - | 0.800 | 5.00 | 1.25 | 1.176 | 2.3 | 4e-03 |"
     assert lines[3] == "| pages | - | - | 1.000 | 4.00 | 2.000 | 2.00 | 0.50 | - | - | 4e-03 |"
-    assert lines[-2:] == ["- jax.nn takes no pages: pages", "cuDNN / flexjax: worst 0.50 (pages), median 0.88"]
+    assert lines[-2:] == ["- jax.nn takes no pages: pages", "cuDNN / flexjax: worst 0.50 (pages), median 0.88 of 2"]
     rows[0]["peers"]["flexjax"]["median"] = 1.2e-3
     lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
     assert lines[-2] == "- slower than the floor of an H200: B1 S128k"

@@ -76,7 +76,27 @@ def test_table_and_peers_left_out():
     ]  # fmt: skip
     lines = report.on_gpu(rows, ["jax.nn", "torch", "flexjax"], dict(device="A GPU", jax="1"), "it").splitlines()
     assert lines[2] == "| causal | forward | 9.000 | - | 8.000 | 500 | 1.12 | 2.5 | 4e-03 | 4e-03 |"
-    assert lines[4:] == ["A GPU; jax 1. Medians: jax.nn: cupti; flexjax: cupti", "`it`", "- torch is not asked: causal"]
+    assert lines[4:] == [
+        "A GPU; jax 1. Medians: jax.nn: cupti; flexjax: cupti",
+        "`it`",
+        "- torch is not asked: causal",
+        "best peer / flexjax, forward: worst 1.12 (causal), median 1.12 of 1",
+    ]
+
+
+def test_the_worst_ratio_and_the_median_are_told():
+    assert report.worst_and_median(dict(a=1.0, b=0.5, c=0.9)) == "worst 0.50 (b), median 0.90 of 3"
+
+
+def test_the_sweep_has_every_1024_tokens_and_odd_heads():
+    """Each workload is one that no table has twice."""
+    sweep = suites.SUITES["gpu-sweep"]
+    assert len({p.name for p in sweep}) == len(sweep)
+    for heads, dim in ((16, 128), (32, 64)):
+        found = [p.length for p in sweep if (p.heads, p.dim) == (heads, dim)]
+        assert found == list(range(1024, 20481, 1024))
+    assert {p.heads for p in sweep if p.length == 8192} >= {1, 2, 3, 12, 64}
+    assert any(p.length % 128 for p in sweep)
 
 
 def test_other_processes_on_the_device_are_told(tmp_path, monkeypatch, capsys):

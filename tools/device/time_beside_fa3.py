@@ -3,9 +3,11 @@
 Not collected by pytest. A line for each workload of the gpu suite that FlashAttention-3 has (package dew_flash_attn; without it ours alone
 are timed): milliseconds of the kernels' own time (CUPTI) as the median of rounds in each of which every program is measured once, and
 FlashAttention-3's time over ours, for the forward pass, the backward pass in a fixed order and in any order. Backward is both passes less
-forward. FlashAttention-3 adds in any order. Results are compared; the exit status is 1 where they differ. All programs compile first, side by
-side. About 100 s on 16 cores for all workloads.
+forward. FlashAttention-3 adds in any order. Results are compared; the exit status is 1 where they differ. The programs of the next workloads
+compile while those of one are lowered, and the last lines have the worst and the median ratio of each pass. About 100 s on 16 cores for
+all workloads of the gpu suite.
 
+    --suite NAME     of flexjax/bench/suites.py: gpu, or gpu-sweep with its many lengths and head counts
     --only TEXT      workloads whose names contain one of these, by semicolons
     --rounds N       measurements of each program (5)
     --seconds N      begin no other line after so long (120)
@@ -20,7 +22,7 @@ import typing
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-WORKLOADS = (
+WORKLOADS = (  # of the gpu suite
     "causal d64;full d64;causal d128;full d128;causal grouped d128;12 documents d128;window 1025 d128;causal d256;"
     "causal d128, 8 x 2048;causal d128, 16 x 1024;causal d128, 32 x 512;causal d128, 64 x 256;causal d128, 1 x 32768"
 )
@@ -72,8 +74,10 @@ def programs_of(problem: typing.Any, pool: ThreadPoolExecutor) -> list[Program]:
     return made
 
 
-def line_of(problem: typing.Any, programs: list[Program], rounds: int) -> tuple[str, bool]:
-    """(the line of a workload, whether all results agree), once its programs are compiled."""
+def line_of(problem: typing.Any, programs: list[Program], rounds: int) -> tuple[str, bool, dict[str, float]]:
+    """(the line of a workload, whether all results agree, FlashAttention-3's time over ours by pass and order), once its programs are
+    compiled.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -96,37 +100,47 @@ def line_of(problem: typing.Any, programs: list[Program], rounds: int) -> tuple[
     first = lambda name: taken[("fixed" if name == "any" else name, False)]
     passes = {("forward", name): taken[name, False] for name, both in taken if not both}
     passes |= {("backward", name): taken[name, True] - first(name) for name, both in taken if both}
-    parts = []
+    parts, ratios = [], {}
     for (which, name), milliseconds in passes.items():
-        peer = passes.get((which, "FA3"))
-        ratio = f" ({peer / milliseconds:.2f})" if peer and name != "FA3" else ""
+        peer, ratio = passes.get((which, "FA3")), ""
+        if peer and name != "FA3":
+            ratios[f"{which} {name}"] = peer / milliseconds
+            ratio = f" ({peer / milliseconds:.2f})"
         parts.append(f"{which} {name} {milliseconds:.3f}{ratio}")
     differs = "" if worst < MOST_APART else f"; DIFFER by {worst:.0e}"
-    return f"{problem.name:24} " + "; ".join(parts) + differs, worst < MOST_APART
+    return f"{problem.name:24} " + "; ".join(parts) + differs, worst < MOST_APART, ratios
 
 
 def main() -> int:
     """Lowers all programs, then measures line by line; returns the exit status, 1 where results differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="gpu", choices=("gpu", "gpu-sweep"))
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=120)
     args = parser.parse_args()
+    from flexjax.bench import report
     from flexjax.bench.suites import SUITES
 
     began, pool = time.monotonic(), ThreadPoolExecutor(14)
-    named = {p.name: p for p in SUITES["gpu"]}
-    asked = [named[n] for n in WORKLOADS.split(";") if n in named and any(t in n for t in args.only.split(";"))]
+    named = {p.name: p for p in SUITES[args.suite]}
+    names = WORKLOADS.split(";") if args.suite == "gpu" else list(named)
+    asked = [named[n] for n in names if n in named and any(t in n for t in args.only.split(";"))]
     lowered = [(problem, programs_of(problem, pool)) for problem in asked]
     print(f"lowered after {time.monotonic() - began:.0f} s", flush=True)
     wrong = 0
+    all_ratios: dict[str, dict[str, float]] = {}
     for problem, programs in lowered:
         if time.monotonic() - began > args.seconds:
             print(f"{problem.name}: not begun within {args.seconds:g} seconds", flush=True)
             continue
-        line, right = line_of(problem, programs, args.rounds)
+        line, right, ratios = line_of(problem, programs, args.rounds)
         wrong += not right
+        for which, ratio in ratios.items():
+            all_ratios.setdefault(which, {})[problem.name] = ratio
         print(line, flush=True)
+    for which, found in all_ratios.items():
+        print(f"FlashAttention-3 / ours, {which}: {report.worst_and_median(found)}", flush=True)
     return int(wrong > 0)
 
 
