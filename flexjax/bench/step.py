@@ -52,8 +52,10 @@ SMALL = Size(layers=2, width=32, heads=2, tokens=96, documents=3)
 
 
 def no_attention(ids: Array) -> Attention:
-    """The sum of q, k and v: no attention, but gradients for all of them; `ids`, the document of each token, is not read."""
-    return lambda q, k, v: q + k + v
+    """q * k + v: no attention, but gradients of all three that differ, as those of attention do; of a sum they would be equal, and the
+    products for the gradients of three weights one. `ids`, the document of each token, is not read.
+    """
+    return lambda q, k, v: q * k + v
 
 
 def by_flexjax(ids: Array, implementation: typing.Literal["xla"] | None = None) -> Attention:
