@@ -224,8 +224,8 @@ def sustained(run: Run, found: Answer, until: float) -> Answer:
             task="sustained",
             arguments=dict(suite=suite, name=name, options=options, seconds=0.05 if run.small else 0.7),
         )
-        for options in asked
         for name in names
+        for options in asked
     ]
     return dict(rows=_rows(tasks, run.all(tasks, until, 1)))
 
