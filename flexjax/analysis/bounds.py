@@ -46,6 +46,36 @@ def bounds(program: Program) -> tuple[Range, ...]:
     return tuple(range_of(result, known) for result in program.results)
 
 
+FINITE = ("convert_element_type", "add", "sub", "mul", "neg", "abs", "max", "min")
+"""Operations of float32 whose result is no NaN if no operand is NaN or infinite."""
+FAR_FROM_INFINITE = 1e30
+"""A range within this is finite also in the part of a tile that hangs over the end of the attention matrix, where positions are larger."""
+
+
+def always_finite(program: Program, result: Atom) -> bool:
+    """Whether a result of the program is finite for every query and key, whatever the score and the captured arrays hold: whether it is
+    computed from literals and integers alone, by operations of FINITE whose ranges lie within FAR_FROM_INFINITE.
+    """
+    made = {out.id: step for step in program.steps for out in step.outs}
+    known: dict[int, Range] = {}
+
+    def finite(atom: Atom) -> bool:
+        """Whether an atom is finite as the result is to be; the range of an operation's result is put into `known`."""
+        if atom.dtype.startswith(("int", "uint", "bool")):
+            return True
+        if isinstance(atom, Lit):
+            return math.isfinite(float(atom.value))
+        step = made.get(atom.id)
+        if atom.dtype != "float32" or not isinstance(step, Op) or step.prim not in FINITE:
+            return False
+        if not all(map(finite, step.inputs)):
+            return False
+        known[atom.id] = of_op(step.prim, [range_of(a, known) for a in step.inputs])
+        return max(map(abs, known[atom.id])) <= FAR_FROM_INFINITE
+
+    return finite(result)
+
+
 def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
     """The range of an atom of a program.
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexjax import mods
-from flexjax.analysis.bounds import bounds
+from flexjax.analysis.bounds import always_finite, bounds
 from flexjax.trace.trace_mod import trace_score_mod
 
 SIZES = (2, 3, 16, 16)
@@ -70,6 +70,24 @@ def test_what_rounds_away_is_no_bound() -> None:
     assert low <= 1.0
     ((low, _),) = bounds(trace_score_mod(lambda *at: jnp.log(mod(*at)), SIZES).program)
     assert low <= 0.0
+
+
+FINITE = {
+    "distance": (lambda s, b, h, q, k: -0.5 * jnp.abs(q - k).astype(jnp.float32), True),
+    "literal": (lambda s, b, h, q, k: jnp.float32(2.0), True),
+    "infinite literal": (lambda s, b, h, q, k: jnp.float32(jnp.inf), False),
+    "score": (lambda s, b, h, q, k: jnp.tanh(s), False),
+    "table": (lambda s, b, h, q, k: jnp.clip(TABLE[h], -1.0, 1.0), False),
+    "quotient": (lambda s, b, h, q, k: 1.0 / (q - k), False),
+    "almost infinite": (lambda s, b, h, q, k: q * jnp.float32(1e30), False),
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_what_is_finite_whatever_is_computed(name: str) -> None:
+    mod, expected = FINITE[name]
+    program = trace_score_mod(mod, SIZES).program
+    assert always_finite(program, program.results[0]) == expected
 
 
 @hypothesis.given(
