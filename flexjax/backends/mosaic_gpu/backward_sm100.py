@@ -297,16 +297,14 @@ class _Half:
             stored(self.interpret)
             plgpu.barrier_arrive(scratch.weights_full.at[group])
         factor = found.factor()
-        factors = tuple(zip(found.load_factors(), found.rounded_factors(), strict=True))
         wide_delta = self.math.broadcast(delta, "q")
         plgpu.barrier_wait(scratch.cotangents_full.at[group])
         dp = load_tile(cotangents.at[group], self.interpret)
-        ds = found.cotangent(factor, dp, wide_delta)
+        ds, gradients = found.cotangents(factor, *found.scaled(dp, wide_delta))
         store_tile(differences.at[group, :, pl.ds(0, half)], ds.astype(dtype), self.interpret)
         stored(self.interpret)
         plgpu.barrier_arrive(scratch.differences_full.at[group])
-        for one, output, (f, rounded) in zip(self.gradients, self.outputs.direct_gradients, factors, strict=True):
-            g = ds if f is factor and rounded is None else found.load_cotangent(f, rounded, dp, wide_delta)
+        for one, output, g in zip(self.gradients, self.outputs.direct_gradients, gradients, strict=True):
             self._gradient_tile(one, output, column)[...] = g.astype(one.dtype)
 
     # ----------------------------------------------------------------- results

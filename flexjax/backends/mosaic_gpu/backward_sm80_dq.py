@@ -158,12 +158,8 @@ class _Cta(VisitingCta):
         """
         found = tile.probabilities(s, lse2)
         factor = found.factor()
-        factors = tuple(zip(found.load_factors(), found.rounded_factors(), strict=True))
-        product = dp()
-        wide_delta = self.math.broadcast(delta, "q")
-        ds = found.cotangent(factor, product, wide_delta)
-        for one, output, (f, rounded) in zip(self.gradients, self.outputs.direct_gradients, factors, strict=True):
-            g = ds if f is factor and rounded is None else found.load_cotangent(f, rounded, product, wide_delta)
+        ds, gradients = found.cotangents(factor, *found.scaled(dp(), self.math.broadcast(delta, "q")))
+        for one, output, g in zip(self.gradients, self.outputs.direct_gradients, gradients, strict=True):
             self.gradient_tile(one, output, tile.col0)[...] = g.astype(one.dtype)
         return ds
 

@@ -29,7 +29,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOutputs, Inputs
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath, WeightReference
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts
@@ -106,12 +106,19 @@ class OwnQueries(typing.NamedTuple):
     lse2, delta   [rows] float32, their row statistics
     queries       [rows, D] for each part, in shared memory
     gradient      [rows, D] for each part, their dQ in global memory
+    reference     of the exponentials, where direct gradients take rounded weights: dS and dQ lack its scale until the end
     """
 
     lse2: jax.Array
     delta: jax.Array
     queries: tuple[Ref, ...]
     gradient: tuple[Ref, ...]
+    reference: WeightReference | None = None
+
+    def scaled(self, tile: jax.Array) -> jax.Array:
+        """`tile`, [rows, columns], times the scale of `reference`; itself without one."""
+        reference = self.reference
+        return tile if reference is None else tile * lax.broadcast_in_dim(reference.scale, tile.shape, (0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +193,7 @@ class _Cta(TileCta):
         owned = [self.load_own(n, group, q0, outputs.d_query) for n in range(self.entries)]
         plgpu.barrier_wait(self.scratch.own_full.at[group])
         rows = [math.at_rows(self.batch_entry(n), self.h, q0, self.inputs.captures) for n in range(self.entries)]
+        owned = [own._replace(reference=row.weight_reference(own.lse2)) for own, row in zip(owned, rows, strict=True)]
         gradients, buffers = self.bias.direct_gradients, self.scratch.direct_gradients
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
@@ -199,7 +207,7 @@ class _Cta(TileCta):
             pl.loop(0, self.counts.unmasked)(functools.partial(step, masked=False))
             if plan.mask is not None or plan.blocks is not None:
                 pl.loop(0, self.counts.masked)(functools.partial(step, masked=True))
-            return [self.products.read(acc) * plan.scale for acc in dq_accs]
+            return [own.scaled(self.products.read(acc) * plan.scale) for own, acc in zip(owned, dq_accs, strict=True)]
 
         dim = self.scratch.query.shape[-1]
         found = self.products.accumulators(accumulate, *((tiles.rows, dim),) * self.entries)
@@ -296,7 +304,7 @@ class _Cta(TileCta):
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """Computes S = Q K^T and dP = dO V^T, and from them (dS, the cotangents of the values that the load of each
-            direct gradient read), each [rows, keys] float32 (`Probabilities.cotangent` and `load_cotangent`). It waits
+            direct gradient read), each [rows, keys] float32 (`Probabilities.cotangents`). It waits
             for K, V and the staged tile, and frees the slot of the values.
 
             s_acc, dp_acc   accumulators for S and dP, 0 at the start
@@ -312,15 +320,14 @@ class _Cta(TileCta):
                 first, last = n == 0, n == self.entries - 1
                 tile = self.staging.read_from_ring(tile, scratch.staged, number, group, first, last)
             s = sums.total(products.read(s_acc, 1), 0)  # two exchanges a visit
-            found = tile.probabilities(s, own.lse2)
-            factor, factors = found.factor(), zip(found.load_factors(), found.rounded_factors(), strict=True)
+            found = tile.probabilities(s, own.lse2, own.reference)
+            factor = found.factor()
             dp = products.read(dp_acc, 0)
             products.release(scratch.value_free.at[v_slot])
             dp = sums.total(dp, 1)
             delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
-            ds = found.cotangent(factor, dp, delta)
-            same = lambda f, rounded: f is factor and rounded is None
-            return ds, tuple(ds if same(f, r) else found.load_cotangent(f, r, dp, delta) for f, r in factors)
+            ds, gradients = found.cotangents(factor, dp, delta)
+            return ds, tuple(own.scaled(g) for g in gradients)
 
         ds, gradients = products.accumulators(score_cotangents, math.shape, math.shape)
         products.add(dq_acc, products.split(ds, scratch.key.dtype), keys)

@@ -17,6 +17,7 @@ by dozens.
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.analysis.bounds import always_finite
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures, Products
@@ -34,8 +36,8 @@ from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.backends.mosaic_gpu.thread_tiles import (
     add_column_slope,
     affine_tile,
+    bfloat16_tile,
     repeat_columns,
-    rounded_tile,
     rounded_up,
 )
 from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
@@ -44,74 +46,104 @@ from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
 
+class WeightReference(typing.NamedTuple):
+    """What exponentials are relative to, [rows] each, so that they are the weights of the forward kernel up to a whole power of two.
+
+    lse2    takes the place of lse2
+    scale   from 1 to 2: the exponentials times it are the probabilities
+    """
+
+    lse2: jax.Array
+    scale: jax.Array
+
+
 class Probabilities(typing.NamedTuple):
     """What the gradients of one tile need, each in the shape of the tile. "mod" is score_mod, a "load" one of its reads
     of a captured array; dP = dO V^T, and delta is the row statistic.
 
-    p             probabilities, 0 where the mask is off
+    p             probabilities divided by `scale`, 0 where the mask is off
     slope         d mod / d score; None where it is the constant 1, and where `TileMath` has `loads_only`, which need none
     dropout       the dropout multiplier, None without dropout
-    load_slopes   d mod / d load for each load that `TileMath` was asked for; None where `TileMath.load_results` has
-                  None, because it is the constant 1
+    load_slopes   d mod / d load for each load that `TileMath` was asked for; None where it is the constant 1
     rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not
                   round weights alike (`TileMath.rounds_weights`)
+    load_finite   for each load whether d mod / d load is known to be finite, also where the mask is off
+    scale         [rows], from 1 to 2, by which p and `rounded` are to be multiplied; None, which stands for 1, where `rounded` is
+                  None
     """
 
     p: jax.Array
     slope: jax.Array | None
     dropout: jax.Array | None
     load_slopes: tuple[jax.Array | None, ...]
+    load_finite: tuple[bool, ...]
     rounded: jax.Array | None = None
+    scale: jax.Array | None = None
 
     def weights(self) -> jax.Array:
         """What multiplies V in the forward pass: p times the dropout multiplier, or p without dropout (`dropout` None), in the shape
-        and dtype of p. It is not rounded; `rounded` has the rounded numbers, where there are any.
+        and dtype of p. It is not rounded. Only where there is no `scale`.
         """
+        assert self.scale is None
         return self.p if self.dropout is None else self.p * self.dropout
 
     def factor(self) -> jax.Array:
-        """p * d mod / d score in the shape of the tile, and 0 wherever p is 0: ds = factor * (dP - delta). Not for a `TileMath` with
-        `loads_only`, which does not compute d mod / d score.
+        """p * d mod / d score in the shape of the tile, and 0 wherever p is 0: ds = factor * (dP - delta), dP and delta being
+        `scaled`. Not for a `TileMath` with `loads_only`, which does not compute d mod / d score.
         """
-        return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
+        return self._times(self.p, self.slope)
 
-    def load_factors(self) -> tuple[jax.Array, ...]:
-        """p * d mod / d load, and 0 wherever p is 0, for each load of `TileMath.load_results`; each in the shape of the
-        tile.
-        """
-        slopes = self.load_slopes
-        return tuple(self.p if slope is None else jnp.where(self.p > 0.0, self.p * slope, 0.0) for slope in slopes)
-
-    def rounded_factors(self) -> tuple[jax.Array | None, ...]:
-        """`rounded` * d mod / d load, and 0 wherever p is 0, for each load of `TileMath.load_results`; a None for each where the
-        passes do not round weights alike.
-        """
-        rounded, slopes = self.rounded, self.load_slopes
-        if rounded is None:
-            return (None,) * len(slopes)
-        return tuple(rounded if slope is None else jnp.where(self.p > 0.0, rounded * slope, 0.0) for slope in slopes)
-
-    def load_cotangent(
-        self, factor: jax.Array, rounded: jax.Array | None, dp: jax.Array, delta: jax.Array | None
-    ) -> jax.Array:
-        """The cotangent of the values that a load read, in the shape of the tile.
-
-        factor, rounded   of this load, from `load_factors` and `rounded_factors`
-        dp, delta         as for `cotangent`; delta may be None only if `rounded` is
-
-        Without `rounded` it is factor * (dP - delta), otherwise rounded * dP - factor * delta: its sum along a row is
-        then free of what rounding the weights does to delta (`KernelPlan.rounds_weights_alike`).
-        """
-        if rounded is None:
-            return self.cotangent(factor, dp, delta)
+    def scaled(self, dp: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """(dP, delta) times `scale`, by which p is then multiplied in every cotangent; delta is None only where `scale` is."""
+        if self.scale is None:
+            return dp, delta
         assert delta is not None
-        return rounded * dp - factor * delta
+        scale = lax.broadcast_in_dim(self.scale, self.p.shape, (0,))
+        return dp * scale, delta * scale
+
+    def cotangents(
+        self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """(dS, the cotangents of the values that each load read), each in the shape of the tile, for a `TileMath` with `loads_too`.
+
+        factor      that `factor` returned, which may come before dP
+        dp, delta   as for `cotangent`, `scaled`
+        """
+        if self.rounded is None or factor is not self.p or self.dropout is not None:
+            ds, shared = self.cotangent(factor, dp, delta), self.rounded is None and factor is self.p
+            same = shared and all(slope is None for slope in self.load_slopes)
+            return ds, (ds,) * len(self.load_slopes) if same else self.load_cotangents(dp, delta)
+        assert delta is not None  # both cotangents take one product with delta
+        return self.p * dp - self.p * delta, self.load_cotangents(dp, delta)
+
+    def load_cotangents(self, dp: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, ...]:
+        """The cotangent of the values that a load read, in the shape of the tile, for each load that `TileMath` was asked for;
+        divided by `scale` unless dP and delta are `scaled`.
+
+        dp, delta   as for `cotangent`; delta may be None only if `rounded` is
+
+        Without `rounded` it is p * (dP - delta), otherwise rounded * dP - p * delta, times d mod / d load: its sum along a row is
+        then free of what rounding the weights does to delta (`KernelPlan.rounds_weights_alike`). It is 0 wherever p is 0.
+        """
+        loads = tuple(zip(self.load_slopes, self.load_finite, strict=True))
+        if self.rounded is None:
+            factors = (self._times(self.p, slope, finite) for slope, finite in loads)
+            return tuple(self.cotangent(factor, dp, delta) for factor in factors)
+        assert delta is not None
+        whole = self.rounded * dp - self.p * delta
+        return tuple(self._times(whole, slope, finite) for slope, finite in loads)
+
+    def _times(self, tile: jax.Array, slope: jax.Array | None, finite: bool = False) -> jax.Array:
+        """tile * slope, and 0 wherever p is 0, because a derivative that is not `finite` may be NaN there; `tile` without a slope."""
+        if slope is None:
+            return tile
+        return tile * slope if finite else jnp.where(self.p > 0.0, tile * slope, 0.0)
 
     def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
         """factor * (dP - delta) in the shape of the tile: a cotangent of the scores, or of the values that a load
         read.
 
-        factor   from `factor` or `load_factors`
+        factor   p times a derivative
         dp       dO V^T, without dropout
         delta    broadcast to the tile; None where dp already contains -delta (`TileMath.starts_at_minus_delta`)
         """
@@ -200,11 +232,17 @@ class TileMath:
         """For each load that was asked for, the number of the program's result that is d mod / d load: first the loads of
         `loads_only`, then those of `loads_too`.
 
-        A load of `loads_too` has None in place of a number where d mod / d load is the constant 1; a load of `loads_only`
-        always has a number, so its result is computed even where it is constant.
+        A load has None in place of a number where d mod / d load is the constant 1.
         """
-        too = tuple(None if self._is_one(2 + i) else 2 + i for i in self.loads_too)
-        return (*(2 + i for i in self.loads_only), *too)
+        return tuple(None if self._is_one(2 + i) else 2 + i for i in (*self.loads_only, *self.loads_too))
+
+    @functools.cached_property
+    def loads_finite(self) -> tuple[bool, ...]:
+        """For each load that was asked for, whether d mod / d load is known to be finite (`always_finite`)."""
+        if self.derivative is None:
+            return ()
+        results = (self.derivative.results[2 + i] for i in (*self.loads_only, *self.loads_too))
+        return tuple(always_finite(self.derivative, result) for result in results)
 
     @property
     def evaluated(self) -> tuple[int, ...]:
@@ -283,6 +321,31 @@ class RowMath:
     mask: TileProgram | None
     dropout: TileProgram | None
 
+    def weight_reference(self, lse2: jax.Array) -> WeightReference | None:
+        """The reference of the exponentials where cotangents of loads take rounded weights (`TileMath.rounds_weights`), else None. Only
+        for tiles whose rows are queries.
+
+        lse2   of row_statistics.py, a vector over the queries (lse where scores may be large); where it is +inf the reference is too
+
+        The reference is lse2 rounded up to an integer (lse to a multiple of ln 2), so the scale is from 1 to 2. The forward
+        kernel's reference does not include `row_term`, unless its reference is static, so the term is subtracted from lse2 before
+        it is rounded. The scale is computed from the difference of both, because a large lse may have no such multiple near.
+        """
+        math = self.math
+        if not math.rounds_weights:
+            return None
+        assert math.row_axis == "q"
+        power, plan, large = lse2, math.plan, may_be_large(math.plan.score)
+        if large:
+            power = lse2 * LOG2E
+        elif static_reference(plan) is None and self.score is not None:
+            row_term = self.score.row_term()
+            power = power if row_term is None else power - row_term * LOG2E
+        fraction = tile_math.power_below(power, rounded_up(power))
+        reference = lse2 - (fraction * tile_math.LN2 if large else fraction)
+        above = jnp.where(jnp.abs(lse2) < jnp.inf, reference - lse2, 0.0)
+        return WeightReference(reference, jnp.exp2(above * LOG2E if large else above))
+
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
         """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their loads.
 
@@ -313,46 +376,29 @@ class ColumnMath:
     mask: TileProgram | None
     dropout: TileProgram | None
 
-    def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
+    def probabilities(self, s: jax.Array, lse2: jax.Array, reference: WeightReference | None = None) -> Probabilities:
         """The probabilities of the tile and the derivatives of score_mod: p is 0 where the mask is off and past the
-        ends, and is not multiplied by dropout; derivatives that `TileMath.evaluated` leaves out are None.
+        ends, and is not multiplied by dropout; derivatives that `TileMath.evaluated` leaves out are None. Where the passes
+        round weights alike, p is relative to a reference that makes it the weight of the forward kernel, up to a whole power of
+        two.
 
-        s      q . k, the product without scale, in the shape of the tile, float32
-        lse2   of row_statistics.py, a vector over the queries
+        s           q . k, the product without scale, in the shape of the tile, float32
+        lse2        of row_statistics.py, a vector over the queries
+        reference   `RowMath.weight_reference` of lse2, if the caller has it already
         """
-        math = self.rows.math
+        math, scale = self.rows.math, None
+        reference = self.rows.weight_reference(lse2) if reference is None else reference
+        if reference is not None:
+            lse2, scale = reference
         p, rest = self._exponentials(s, lse2)
         computed = dict(zip(math.evaluated, rest, strict=True))
         p = self._zero_past_the_ends(self._masked_out(p))
         slopes = tuple(None if n is None else computed[n] for n in math.load_results)
         dropout = None if self.dropout is None else self.dropout_multiplier()
-        rounded = self._rounded(p if dropout is None else p * dropout, lse2) if math.rounds_weights else None
-        return Probabilities(p, computed.get(1), dropout, slopes, rounded)
-
-    def _rounded(self, weights: jax.Array, lse2: jax.Array) -> jax.Array:
-        """The weights with the rounding that the forward kernel gave them, in float32. With n, lse2 rounded up to an
-        integer, a row is multiplied by 2^(lse2 - n), which gives the weights of the forward kernel up to a whole power of
-        two, then rounded to the plan's dtype, and multiplied by 2^(n - lse2). Only for tiles whose rows are queries.
-
-        weights   p times the dropout multiplier, in the shape of the tile
-        lse2      of row_statistics.py, a vector over the queries (lse where scores may be large, which is converted here);
-                  rows where it is +inf have weights 0
-
-        The forward kernel's reference does not include `row_term`, unless its reference is static, so the term is
-        subtracted from lse2 here.
-        """
-        math = self.rows.math
-        assert math.row_axis == "q"
-        power, plan = lse2, math.plan
-        if may_be_large(plan.score):
-            power = lse2 * LOG2E
-        elif static_reference(plan) is None and self.score is not None:
-            row_term = self.score.row_term()
-            power = power if row_term is None else power - row_term * LOG2E
-        fraction = tile_math.power_below(power, rounded_up(power))
-        scaled = weights * math.broadcast_rows(jnp.exp2(fraction))
-        scaled = rounded_tile(scaled, plan.dtype, plan.options.interpret)
-        return scaled * math.broadcast_rows(jnp.exp2(-fraction))
+        rounded = None
+        if reference is not None:
+            rounded = bfloat16_tile(p if dropout is None else p * dropout, math.plan.options.interpret)
+        return Probabilities(p, computed.get(1), dropout, slopes, math.loads_finite, rounded, scale)
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
         """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in

@@ -3,7 +3,7 @@ over all positions of the attention matrix that read the element, where "mod" is
 
 The kernel (capture_kernel.py) goes through lists of tiles (capture_lists.py). For most kinds of loads, entries at the same offset of all
 tiles of a list read the same element or elements that XLA sums afterwards, so the kernel adds g tile by tile in registers and writes one
-tile of sums for each list:
+tile of sums for each list, whose rows it sums itself for scalars and rows:
 
     kind of load   tiles of one list                              what XLA sums in a tile of sums
     scalar         a share of the tiles of a head                 queries and keys
@@ -264,7 +264,7 @@ def _summed(
         sums = _run(kernel, tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
-        return sums.sum({ir.SCALAR: (1, 2), ir.ROW: 2, ir.COLUMN: 1}[kernel.shape.kind])
+        return sums.sum((1, 2) if kernel.shape.kind == ir.SCALAR else 1)
 
     count = lists.count.shape[0]
     runs = -(-count // LISTS_AT_ONCE)
@@ -285,7 +285,7 @@ def _run(
     total: jax.Array | None = None,
 ) -> jax.Array:
     """Runs the kernel over the lists and returns its result, as `CaptureKernel.run` says: for Sink.SUMS and MAGNITUDES
-    [lists, tile, tile], for MATRIX [b, h, rows * tile, columns * tile], for SCATTER [size of the captured array].
+    [lists, tile, tile] or, summed over keys, [lists, key groups, tile], for MATRIX [b, h, rows * tile, columns * tile], for SCATTER [size of the captured array].
 
     kernel                    its `card` says which kernel runs: the one for mma.sync, or without a card the one for
                               Hopper

@@ -16,10 +16,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import capture_tiles
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Carry, Inputs, ListCta, Outputs, Sink, Visit
+from flexjax.backends.mosaic_gpu.capture_kernel import (
+    CaptureKernel,
+    Carry,
+    Cotangent,
+    Inputs,
+    ListCta,
+    Outputs,
+    Share,
+    Visit,
+)
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, MmaScratch, MmaSlots
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of, slot_of
-from flexjax.backends.mosaic_gpu.registers import zero_tile
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.backends.mosaic_gpu.sm80_products import product_transposed
@@ -85,9 +93,7 @@ class _Cta:
         """
         kernel, group = self.kernel, self.copies.group
         self.list.clear(group)
-        zero = zero_tile((ROWS, kernel.part_keys))
         first, second = self.list.visit(0), self.list.visit(1)
-        accumulators = 0 if kernel.scatters_each_tile else 1 if kernel.sums_over_keys else kernel.parts
 
         @when(self.list.steps > 0)
         def begin() -> None:
@@ -96,10 +102,10 @@ class _Cta:
             self.fetch_keys(first, 0, jnp.int32(0))
 
         self.copies.commit()
-        carry = Carry((zero,) * accumulators, first, second, self.list.statistics(first, group))
+        carry = Carry(kernel.zero_sums(Share(group, group)), first, second, self.list.statistics(first, group))
         found = lax.fori_loop(0, self.list.steps, self.step, carry)
         if not kernel.scatters_each_tile:
-            self.list.write(found.sums, zero, group)
+            self.list.write(found.sums, Share(group, group))
 
     def step(self, i: Scalar, carry: Carry) -> Carry:
         """Makes the i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER
@@ -114,7 +120,6 @@ class _Cta:
         b, h, q0, kv0 = kernel.corner(now)
         rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.list.inputs.captures)
         q_slot, more = slot_of(i, self.slots.queries), i + 1 < self.list.steps
-        new = list(sums)
         for part in range(kernel.parts):
             number, last = i * kernel.parts + part, part == kernel.parts - 1
             k_slot = slot_of(number, self.slots.keys)
@@ -134,17 +139,16 @@ class _Cta:
                     self.fetch_next_keys(now, upcoming, more, part, number)
                 self.copies.commit()
             if kernel.scatters_each_tile:
-                self.list.scatter(b, h, q0, kv0 + part * kernel.part_keys, g, group)
+                self.list.scatter(b, h, q0 + group * ROWS, kv0 + part * kernel.part_keys, g.whole, group)
                 continue
-            at = 0 if kernel.sums_over_keys else part
-            new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
-        return Carry(tuple(new), upcoming, later, upcoming_statistics)
+            sums = kernel.add(sums, part, g)
+        return Carry(sums, upcoming, later, upcoming_statistics)
 
     def load_cotangents(
         self, tile: ColumnMath, q_slot: Scalar, k_slot: Scalar, lse2: jax.Array, delta: jax.Array
-    ) -> jax.Array:
+    ) -> Cotangent:
         """Computes S = Q K^T and dP = dO V^T of one part of a tile from shared memory, and from them g, [ROWS,
-        part_keys] float32, as `Probabilities.load_cotangent` gives it, with dropout and, where both passes round the
+        part_keys] float32, as `Probabilities.load_cotangents` gives it, with dropout and, where both passes round the
         weights, rounded weights. The tiles must have arrived (`wait`).
 
         tile             the part, from whose scores P is computed
@@ -155,9 +159,9 @@ class _Cta:
         own = pl.ds(self.copies.group * ROWS, ROWS)
         s = product_transposed(scratch.query.at[q_slot, own], scratch.key.at[k_slot], interpret)
         found = tile.probabilities(s, lse2)
-        (factor,), (rounded,) = found.load_factors(), found.rounded_factors()
         dp = product_transposed(scratch.d_out.at[q_slot, own], scratch.value.at[k_slot], interpret)
-        return found.load_cotangent(factor, rounded, dp, kernel.math.broadcast(delta, "q"))
+        (g,) = found.load_cotangents(dp, kernel.math.broadcast(delta, "q"))
+        return Cotangent(g, found.scale)
 
     # ------------------------------------------------------------- copies
 

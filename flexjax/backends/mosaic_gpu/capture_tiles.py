@@ -113,10 +113,11 @@ def capture_scratch(
     parts: int = 1,
     ctas: int = 1,
     interpret: bool = False,
+    key_groups: int = 1,
 ) -> Scratch[Description]:
     """The shared memory of a CTA of the kernel for Hopper.
 
-    groups         computing warpgroups
+    groups         groups of ROWS queries of a tile
     rings          ring depths
     dims           padded columns of a CTA, of keys and of values
     dtype          name of the dtype of the parts of the inputs
@@ -124,9 +125,10 @@ def capture_scratch(
     parts          of an operand (float_parts.py)
     ctas           that share the columns (columns.py)
     interpret      whether the kernel runs in the simulator
+    key_groups     computing warpgroups that share a group of queries, each with a part of the keys
 
     Barriers of full slots expect one arrival for each copy: of each part of two operands, and at `query_full` also of a
-    staged tile. Barriers of free slots expect one arrival of each computing warpgroup.
+    staged tile. Barriers of free slots expect one arrival of each computing warpgroup that reads the slot.
     """
     dim, value_dim = dims
     tile = groups * ROWS
@@ -140,25 +142,32 @@ def capture_scratch(
         d_out=SwizzledTiles((rings.queries * parts, tile, value_dim), dtype),
         query_full=Barriers(rings.queries, 2 * parts + (0 if staged is None else 1)),
         key_full=Barriers(rings.keys, 2 * parts),
-        query_free=Barriers(rings.queries, groups),
+        query_free=Barriers(rings.queries, groups * key_groups),
         key_free=Barriers(rings.keys, groups),
         staged=staged,
-        exchange=exchange_scratch(ctas, groups, (ROWS, ROWS), interpret),
+        exchange=exchange_scratch(ctas, groups * key_groups, (ROWS, ROWS), interpret),
     )
 
 
 def ring_depths(
-    groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1, ctas: int = 1
+    groups: int,
+    dims: tuple[int, int],
+    dtype: str,
+    staged_dtype: str | None,
+    parts: int = 1,
+    ctas: int = 1,
+    key_groups: int = 1,
 ) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
     smallest, without staging.
 
-    groups         computing warpgroups
+    groups         groups of ROWS queries of a tile
     dims           padded columns of a CTA, of keys and of values
     dtype          name of the dtype of the parts of the inputs
     staged_dtype   of the array to stage, None without one
     parts          of an operand (float_parts.py)
     ctas           that share the columns (columns.py)
+    key_groups     computing warpgroups that share a group of queries
 
     Tried in this order: two slots of Q and dO with 2 * groups, then with groups slots of keys; one with groups.
     """
@@ -167,7 +176,10 @@ def ring_depths(
         for staged in ((False,) if staged_dtype is None else (True, False))
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
-    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas)))
+    scratch = lambda rings: capture_scratch(
+        groups, rings, dims, dtype, staged_dtype, parts, ctas, key_groups=key_groups
+    )
+    fit = (rings for rings in choices if fits(scratch(rings)))
     return next(fit, choices[-1])
 
 

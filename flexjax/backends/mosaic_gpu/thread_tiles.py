@@ -463,6 +463,30 @@ def rounded_tile(tile: jax.Array, dtype: str, interpret: bool) -> jax.Array:
     return tile_math.round_to(tile, dtype) if interpret else tile.astype(dtype).astype(jnp.float32)
 
 
+def bfloat16_tile(tile: jax.Array, interpret: bool) -> jax.Array:
+    """`rounded_tile` for bfloat16, by an instruction for each element: it converts the element and 0 to the upper and the lower half of
+    a word, and that word is the rounded element in float32. The compiler would convert there and back, at a fraction of that rate.
+    """
+    if interpret:
+        return tile_math.round_to(tile, "bfloat16")
+
+    @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
+    def rounded(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the rounded tile, from its registers of the tile (`array`)."""
+        layout, f32 = lowered(TILE), ir.F32Type.get()
+
+        def items() -> Iterator[Item]:
+            """Yields, for each element that the thread holds, (its register, its index in the register, its rounded value)."""
+            for register, item, _ in positions_of(layout, tile.shape).constants:
+                operands = [element(array.registers[register], item), mgpu.c(0.0, f32)]
+                word = llvm.inline_asm(f32, operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=f,f,f")
+                yield register, item, typing.cast(ir.Value, word)
+
+        return assemble(layout, tile.shape, items(), None)
+
+    return rounded(tile)
+
+
 def tile_parts(tile: jax.Array, dtype: jax.typing.DTypeLike, parts: int, interpret: bool) -> tuple[jax.Array, ...]:
     """A tile, [rows, columns] float32, as `parts` tiles of `dtype`, the largest first, whose sum approximates it (float_parts.py); with
     one part the tile converted to `dtype`.
@@ -475,9 +499,11 @@ def tile_parts(tile: jax.Array, dtype: jax.typing.DTypeLike, parts: int, interpr
     return (*found, tile.astype(dtype))
 
 
-def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
+def partial_row_sums(tile: jax.Array, interpret: bool, fuse: bool = False) -> jax.Array:
     """[rows]: the sum of the elements that a thread holds of each row of a tile; in the simulator the sum of the whole
     row.
+
+    fuse   whether the compiler may fuse the additions with multiplications that made the elements
 
     The four lanes of a row have different numbers, although the layout says that they agree. `sum_lanes` adds them
     up.
@@ -489,9 +515,10 @@ def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
     def sums(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         """One thread's sums, row by row, of the elements that it holds of the tile (`array`)."""
         layout = lowered(ROW)
+        add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract) if fuse else arith.addf
         found: dict[int, ir.Value] = {}
-        for (row, _column), value in _reduced_by_column(array, (tile.shape[0], tile.shape[1]), arith.addf).items():
-            found[row] = arith.addf(found[row], value) if row in found else value
+        for (row, _column), value in _reduced_by_column(array, (tile.shape[0], tile.shape[1]), add).items():
+            found[row] = add(found[row], value) if row in found else value
         positions = positions_of(layout, tile.shape[:1]).constants
         return assemble(
             layout, tile.shape[:1], ((register, item, found[at[0]]) for register, item, at in positions), None
