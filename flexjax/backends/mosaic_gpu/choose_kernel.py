@@ -78,6 +78,8 @@ MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
 MOST_DELAY = 0.12
 """The modelled start-up delay up to which the fused kernel in a fixed order is faster than two kernels."""
+GROUPED_IN_ORDER = False
+"""Whether the fused kernel with tiles of 64 queries runs in a fixed order under a causal-like mask with grouped heads, to time."""
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
@@ -349,7 +351,13 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
     """
     if not _tickets_fit(plan, tiles.queries):
         return False
-    if tiles.queries == 64 and plan.group > 1 and plan.score is None and dq_order.is_triangle(plan):
+    if (
+        not GROUPED_IN_ORDER
+        and tiles.queries == 64
+        and plan.group > 1
+        and plan.score is None
+        and dq_order.is_triangle(plan)
+    ):
         return False  # two kernels are as fast with grouped heads, because the CTAs of a group wait for each other
     kv_tiles = -(-plan.kv_len // FUSED_KEYS)
     order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)

@@ -48,8 +48,15 @@ HEADS, L2_BYTES = 8, 40e6
 """The most key heads side by side: HEADS, or more where the Q, dO and dQ of more heads fit L2_BYTES. For 8192 x 128, 16
 heads are 3% slower than 4.
 """
+GROUPED_HEADS: int | None = None
+"""HEADS where query heads share key heads, to time; None: HEADS."""
 MOST_UPWARD_DELAY = 0.1
 """The modelled delay up to which an upward order is taken under a causal-like mask whose query tiles are as long as its key tiles."""
+LATE_IN_ORDER: frozenset[str] = frozenset()
+"""Fixed orders that issue the product for dQ one visit later beside those whose CTAs never wait, to time: "ahead", masks that
+`patterns.hides_later_keys`, whose lower ranks are ahead from the start; "downward"; "full"."""
+HEADS_OF_OTHER_MASKS: int | None = None
+"""Key heads side by side in a fixed order under a mask that is neither full nor causal-like, to time; None: `heads_side_by_side`."""
 MOST_SUMS = 8
 """The most partial dQ sums of a head."""
 
@@ -98,14 +105,16 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
-        return DqOrder(heads, 1, downward=False, delay=0.0)
+        ahead = "ahead" in LATE_IN_ORDER and plan.mask is not None and patterns.hides_later_keys(plan.mask)
+        return DqOrder(HEADS_OF_OTHER_MASKS or heads, 1, downward=False, delay=0.0, waits=not ahead)
     made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
     best = min(made, key=lambda order: order.delay)
     tall = plan.q_len * kv_tiles >= plan.kv_len * q_tiles  # a query tile has as many tokens as a key tile, or more
     if is_triangle(plan) and tall and plan.score is None and plan.dropout is None:
         upward = _upward_order(plan, q_tiles, kv_tiles, heads)
         best = upward if upward.delay <= MOST_UPWARD_DELAY else best
-    return best
+    late = "full" if is_full(plan) else "downward"
+    return best._replace(waits=best.waits and late not in LATE_IN_ORDER)
 
 
 def heads_side_by_side(plan: KernelPlan) -> int:
@@ -114,7 +123,7 @@ def heads_side_by_side(plan: KernelPlan) -> int:
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
-    most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
+    most = max((GROUPED_HEADS or HEADS) if plan.group > 1 else HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
     return -(-key_heads // -(-key_heads // most))
 
 
