@@ -36,7 +36,7 @@ class FusedSetup:
     @property
     def visits(self) -> FusedVisits:
         """Which query tiles each key tile visits."""
-        return FusedVisits(self.plan, self.order, self.q_tiles)
+        return FusedVisits(self.plan, self.order, self.q_tiles, self.tiles.in_step)
 
     @property
     def sums(self) -> int:

@@ -24,6 +24,17 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 GROUPS, ROWS = 2, 64
 """Computing warpgroups of a CTA, and keys of each."""
+DQ_FIRST = (GROUPS * ROWS,)
+"""Queries of the tiles for which dQ is multiplied before dK; (64, 128) to time."""
+SOFTMAX_BESIDE_DQ = False
+"""Whether P is computed beside a late dQ product, and dQ written beside dV, with tiles of 64 queries, to time; otherwise beside dP."""
+CODES_AHEAD = False
+"""`FusedTiles.codes_ahead`, to time."""
+HEADS_OF_OTHER_MASKS = 0
+"""`FusedTiles.heads` under masks that are neither full nor causal-like, for ungrouped heads, to time."""
+GROUPED_IN_STEP = False
+"""Whether CTAs walk in step (`FusedTiles.in_step`) where query heads share key heads and additions are in any order, for full and
+causal-like masks, to time; otherwise the first key tiles of all heads come first, and a CTA visits one head after another."""
 DS_SLOTS = 2
 """Slots for tiles of dS^T in shared memory; consecutive visits use different ones."""
 
@@ -38,6 +49,10 @@ class FusedTiles(typing.NamedTuple):
                                        tiles of all of them first; 0: by `head_major`
     dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
                                        one visit later (`backward_fused_setup.FusedSetup.dq_is_late`)
+    in_step                            where additions to dQ are in any order: CTAs of a key head walk the queries from the last to the
+                                       first, each query tile for all heads of the group, so that CTAs side by side read the same tiles
+    softmax_beside_dq                  where the product for dQ is issued one visit later: P is computed beside it, and dQ written beside dV
+    codes_ahead                        the warpgroups that copy and add read the list of visits one visit early
     """
 
     queries: int
@@ -47,6 +62,9 @@ class FusedTiles(typing.NamedTuple):
     head_major: bool = True
     heads: int = 0
     dq_first: bool = False
+    in_step: bool = False
+    softmax_beside_dq: bool = False
+    codes_ahead: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -147,7 +165,9 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
-            tiles = tiles._replace(dq_first=_dq_first(plan, queries))
+            tiles = tiles._replace(dq_first=_dq_first(plan, queries), in_step=tiles.heads > 0 and plan.group > 1)
+            tiles = tiles._replace(softmax_beside_dq=SOFTMAX_BESIDE_DQ and not tiles.dq_by_queries)
+            tiles = tiles._replace(codes_ahead=CODES_AHEAD)
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
@@ -158,12 +178,16 @@ def _heads_side_by_side(plan: KernelPlan) -> int:
     0. Documents are 15% slower with several heads side by side, because their key tiles take all of the L2 cache.
     """
     even = dq_order.is_full(plan) or dq_order.is_triangle(plan)
-    return dq_order.heads_side_by_side(plan) if even and plan.group == 1 else 0
+    shared = plan.blocks is None or plan.blocks.heads == 1
+    if not even:
+        return HEADS_OF_OTHER_MASKS if plan.group == 1 else 0
+    taken = plan.group == 1 or (GROUPED_IN_STEP and shared)
+    return dq_order.heads_side_by_side(plan) if taken else 0
 
 
 def _dq_first(plan: KernelPlan, queries: int) -> bool:
     """`FusedTiles.dq_first`: for tiles of `queries` = 128 queries without score_mod and dropout."""
-    return queries == GROUPS * ROWS and plan.score is None and plan.dropout is None
+    return queries in DQ_FIRST and plan.score is None and plan.dropout is None
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:

@@ -124,11 +124,13 @@ class FusedVisits:
     plan      of the call
     order     of the additions to dQ, None for any order
     q_tiles   query tiles of a head
+    in_step   `FusedTiles.in_step`
     """
 
     plan: KernelPlan
     order: DqOrder | None
     q_tiles: int
+    in_step: bool = False
 
     @property
     def lists_by_head(self) -> bool:
@@ -145,10 +147,10 @@ class FusedVisits:
         """Whether a CTA visits a query tile for all query heads of its group before it visits the next query tile;
         otherwise it makes all visits of one head before those of the next.
 
-        True with several heads in a group, additions in a fixed order and lists that the heads share, because CTAs
+        True with several heads in a group, lists that the heads share, and additions in a fixed order or `in_step`, because CTAs
         then stay one visit apart.
         """
-        return self.order is not None and self.plan.group > 1 and not self.lists_by_head
+        return (self.order is not None or self.in_step) and self.plan.group > 1 and not self.lists_by_head
 
     def each(
         self,
@@ -157,6 +159,7 @@ class FusedVisits:
         begin: Callable[[Scalar], State],
         step: Callable[[State, Scalar, Scalar, Scalar, bool | Scalar], None],
         by_runs: bool = False,
+        ahead: bool = False,
     ) -> Scalar:
         """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns how many there
         were.
@@ -168,6 +171,7 @@ class FusedVisits:
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
+        ahead     without `by_runs`: each code is read one visit early, the first together with the number of visits
 
         Query tiles come in the order of the list, ascending, or with `DqOrder.downward` descending, with and without
         the mask mixed. All query heads of the group of the key head are visited, one after the other unless
@@ -176,7 +180,7 @@ class FusedVisits:
         """
         plan, zero = self.plan, jnp.int32(0)
         _, h_kv, mask_b, tile, _ = own
-        downward = self.order is not None and self.order.downward
+        downward = self.order.downward if self.order is not None else self.in_step
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
             """Makes the visits of one query head, or of all heads of the group where `heads_inside`; returns the
@@ -192,7 +196,10 @@ class FusedVisits:
             mask_h = h if self.lists_by_head else zero
             state = None if self.heads_inside else begin(h)
             count = jnp.int32(self.q_tiles) if visits.num is None else visits.num[mask_b, mask_h, tile]
-            position = lambda i: count - 1 - i if downward else i
+            # a list that is read ahead may be empty
+            position = lambda i: (
+                (lax.max(count - 1 - i, zero) if by_runs or ahead else count - 1 - i) if downward else i
+            )
 
             def code(i: Scalar) -> Scalar:
                 """The code of the i-th visit: the query tile's number times 2, plus 1 where the mask applies."""
@@ -241,6 +248,15 @@ class FusedVisits:
             elif by_runs:
                 both = lambda here: run(True, run(False, here))
                 lax.while_loop(lambda here: here[0] < count, both, (zero, code(zero)))
+            elif ahead:
+
+                def visit_one(i: Scalar, now: Scalar) -> Scalar:
+                    """Visits the i-th entry of the list, whose code is `now`, and returns the code of the next entry."""
+                    following = code(lax.min(i + 1, lax.max(count - 1, zero)))
+                    visit(i, query_tile(now), is_masked(now))
+                    return following
+
+                lax.fori_loop(zero, count, visit_one, code(zero))
             else:
 
                 @pl.loop(0, count)

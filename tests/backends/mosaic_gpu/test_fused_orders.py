@@ -12,7 +12,7 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import choose_kernel, dq_order
+from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel, dq_order
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.support import _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
@@ -54,3 +54,40 @@ def test_fused_kernel(deterministic: bool, mask: typing.Any, monkeypatch: pytest
     assert fused.tiles.dq_first
     assert fused.tiles.heads == 2
     assert dq_order.order_for(plan, 3, 3).waits == (mask is None)
+
+
+def near_causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return (q >= k) & (q - k <= 150)
+
+
+TO_TIME: dict[str, tuple[bool, dict[str, typing.Any]]] = {
+    "late, downward": (True, {"mask": causal, "heads": 3, "kv_heads": 3, "kv_len": 384}),
+    "late, key tiles without visits": (True, {"mask": causal, "q_len": 256, "kv_len": 512}),
+    "late, full": (True, {"kv_len": 384}),
+    "late, upward": (True, {"mask": near_causal, "q_len": 512, "kv_len": 512}),
+    "late, grouped": (True, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
+    "in step": (False, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
+    "in step, full": (False, {"heads": 4, "kv_heads": 2, "q_len": 256, "kv_len": 384}),
+    "any order": (False, {"mask": near_causal, "q_len": 512, "kv_len": 512}),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", some_slow(list(TO_TIME), []))
+@ENOUGH_THREADS
+def test_choices_to_time(name: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 64 queries at head dim 128 with all choices that are off until they are timed."""
+    deterministic, case = TO_TIME[name]
+    monkeypatch.setattr(dq_order, "LATE_IN_ORDER", {"ahead", "downward", "full"})
+    monkeypatch.setattr(dq_order, "GROUPED_HEADS", 1)
+    for choice in ("GROUPED_IN_STEP", "CODES_AHEAD"):
+        monkeypatch.setattr(backward_fused_tiles, choice, True)
+    monkeypatch.setattr(backward_fused_tiles, "SOFTMAX_BESIDE_DQ", beside)
+    check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, **case})
+
+
+@ENOUGH_THREADS
+@pytest.mark.slow
+def test_dq_first_with_tiles_of_64_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_fused_tiles, "DQ_FIRST", (64, 128))
+    check_one_kernel(monkeypatch, True, 64, mask=causal, dim=128, q_len=384, kv_len=384)
