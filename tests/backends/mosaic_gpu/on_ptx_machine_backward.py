@@ -3,12 +3,15 @@
     python -m tests.backends.mosaic_gpu.on_ptx_machine_backward [--ORDER,ARRIVAL] NAME ...     a line for each problem
 
 Problems are those of test_sm80_backward.py and of tests/cases/hopper_backward.py, without gradients that are scattered by atomic
-additions. To be used in a process of its own, as on_ptx_machine.py.
+additions. "exact " before a name with captured arrays: with exact gradients of them (KernelPlan.exact_captures), whose rounded weights the
+simulator makes by other operations. To be used in a process of its own, as on_ptx_machine.py.
 """
 
 import dataclasses
 import sys
 import time
+
+import jax.numpy as jnp
 
 from flexjax.backends import target as targets
 from flexjax.backends.base import BackwardInputs
@@ -20,19 +23,28 @@ from tests.backends.mosaic_gpu.test_sm80_backward import REFUSED, SMALL
 from tests.cases.hopper_backward import BACKWARD, CAPTURED
 from tests.cases.on_hopper import assert_gradients_close, backward_problem
 
+EXACT = "exact "
 PROBLEMS = {n: case for n, case in {**SMALL, **BACKWARD, **CAPTURED}.items() if REFUSED not in n}
+PROBLEMS |= {EXACT + n: case for n, case in CAPTURED.items() if n in PROBLEMS}
 
 
 def outcome(name: str, how: Execution) -> str:
     """Runs a problem; a line that begins with ok or FAIL."""
     start = time.time()
     made = backward_problem(**PROBLEMS[name])
-    plan = dataclasses.replace(made.plan, options=dataclasses.replace(made.plan.options, interpret=False))
+    exact = name.startswith(EXACT)
+    options = dataclasses.replace(made.plan.options, interpret=False)
+    plan = dataclasses.replace(made.plan, options=options, exact_captures=exact)
+    given = BackwardInputs(*made.given)
+    if exact:
+        assert plan.rounds_weights_alike
+        rounding = jnp.zeros_like(given.results.out)
+        given = given._replace(results=given.results._replace(rounding=rounding))
     device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
     modules = row_statistics, backward_sm80_dq, backward_sm80_dkv, capture_sm80
     try:
         with execute(*modules, how=how) as ran, targets.as_seen_by_pallas(device):
-            got = backward_sm80.backward(plan, BackwardInputs(*made.given), CARDS[compile_card.CARDS[CARD].capability])
+            got = backward_sm80.backward(plan, given, CARDS[compile_card.CARDS[CARD].capability])
         assert_gradients_close(got, made.expected, tolerance=3e-2 if "captured" in PROBLEMS[name] else 8e-3)
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"

@@ -134,9 +134,24 @@ def test_sample_compiles(card: str) -> None:
 @pytest.mark.parametrize("how", ["together,late", "up,early", "down,late"])
 def test_machine_code_computes_attention(how: str) -> None:
     names = ["causal, two batches, grouped heads", "pair bias", "decode blocks", "decode pages of 8, int8"]
+    run_on_ptx_machine("on_ptx_machine", f"--{how}", *names)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_compilers
+def test_machine_code_computes_exact_gradients_of_captured_arrays() -> None:
+    """The rounding of the weights is an instruction that the simulator does not run."""
+    names = ["exact temperature of each head", "exact relative table, odd", "exact pair bias"]
+    run_on_ptx_machine("on_ptx_machine_backward", *names)
+
+
+def run_on_ptx_machine(module: str, *arguments: str) -> None:
+    """Runs a module of this folder in a process of its own, and asserts that all problems among its arguments are right."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.backends.mosaic_gpu.on_ptx_machine", f"--{how}", *names],
+        [sys.executable, "-m", f"tests.backends.mosaic_gpu.{module}", *arguments],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = [line for line in run.stdout.splitlines() if line.startswith(("ok", "FAIL"))]
-    assert [line.split()[0] for line in lines] == ["ok"] * len(names), run.stdout[-2000:] + run.stderr[-2000:]
+    wanted = ["ok" for name in arguments if not name.startswith("--")]
+    assert [line.split()[0] for line in lines] == wanted, run.stdout[-2000:] + run.stderr[-2000:]
