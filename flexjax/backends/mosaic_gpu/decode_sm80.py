@@ -7,6 +7,7 @@ an SM holds two of them where its shared memory allows. decode_sm80_tiles.py has
 
 import jax
 
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.decode_sm80_byte_consumer import MmaByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_consumer import MmaDecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile, mma_decode_scratch
@@ -33,6 +34,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
         """The decode kernel, in the only warpgroup of a CTA: computes every work item of the CTA from `inputs`, and writes the partial
         results to `outputs`.
         """
+        clip_rows(setup.interpret)
         consumer = MmaByteConsumer if tile.transposed else MmaDecodeConsumer
         consumer(setup, inputs, outputs, tile, scratch, copies).run()
 

@@ -41,9 +41,7 @@ class MmaDecodeTile(DecodeTile):
 
     @property
     def copy_rows(self) -> int:
-        """Lengths of keys and values in memory are multiples of this many rows: COPY_ROWS with TMA, 1 with cp.async, which reads arrays of
-        any length.
-        """
+        """A copy starts at a multiple of this many rows: COPY_ROWS with TMA, 1 with cp.async."""
         return COPY_ROWS if self.copying == "tma" else 1
 
     @property

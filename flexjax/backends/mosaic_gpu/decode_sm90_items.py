@@ -121,13 +121,15 @@ class DecodeItems:
 
     @property
     def stored_keys(self) -> int:
-        """Rows of keys in memory: those of the plan, rounded up to the `copy_rows` of the tile."""
+        """The keys of the plan, rounded up to the `copy_rows` of the tile: where the last tile ends. Copies give zeros for those that the
+        array does not have.
+        """
         return round_up(self.plan.kv_len, self.tile.copy_rows)
 
     @property
     def tiles_may_overhang(self) -> bool:
-        """Whether some key tile reaches past the last key of the plan: where the array is shorter than a tile, or was padded to a
-        multiple of `copy_rows`. A last tile that would reach past the array begins earlier (`start`), so that it ends with the array, if
+        """Whether some key tile reaches past the last key of the plan: where the array is shorter than a tile, or no multiple
+        of `copy_rows`. A last tile that would reach past the array begins earlier (`start`), so that it ends with the array, if
         the array has as many keys as a tile.
         """
         return self.plan.kv_len % self.tile.copy_rows > 0 or self.stored_keys < self.tile.block_kv

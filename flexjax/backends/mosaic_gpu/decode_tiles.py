@@ -50,7 +50,7 @@ registers: 64 registers a thread."""
 MOST_QUERIES = 1024
 """The most numbers of packed queries that each warp keeps in registers there: 16 registers a thread."""
 COPY_ROWS = 8
-"""Lengths of keys and values in memory are multiples of this many rows, as are the rows at which a copy may start."""
+"""A copy starts at a multiple of this many rows of keys or values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DecodeTile:
 
     @property
     def copy_rows(self) -> int:
-        """Lengths of keys and values in memory are multiples of this many rows, COPY_ROWS."""
+        """A copy starts at a multiple of this many rows, COPY_ROWS."""
         return COPY_ROWS
 
     @property

@@ -8,23 +8,25 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_scheduler
+from flexjax.backends.mosaic_gpu.clipped_copies import stored_rows
 from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 TMA_ROWS = 8
-"""Lengths of operands that TMA copies are multiples of this many rows; TMA fills in zeros past the end itself."""
+"""Numbers of queries that TMA copies are multiples of this many rows; TMA fills in zeros past the end itself. Keys may have any number
+(clipped_copies.py)."""
 
 
 def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
-    """(queries, keys) that the operands of a forward kernel are padded to: multiples of `unit` rows. In the simulator
-    whole query tiles, and whole key tiles or, with a block mask, whole blocks of it, because the simulator does not
-    fill in zeros past the end of an array.
+    """(queries, keys) that the operands of a forward kernel are padded to: queries to a multiple of `unit` rows, keys not at all. In the
+    simulator whole query tiles, and whole key tiles or, with a block mask, whole blocks of it, because the simulator does not fill in zeros
+    past the end of an array.
     """
     plan, tile = setup.plan, setup.tile
     if not setup.interpret:
-        return round_up(plan.q_len, unit), round_up(plan.kv_len, unit)
+        return round_up(plan.q_len, unit), stored_rows(plan.kv_len)
     keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
     return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
@@ -64,6 +65,7 @@ def forward(
             else:
                 compute(i32(0))
 
+        clip_rows(setup.interpret)
         role = lax.axis_index("wg")
         when(role < tile.groups)(softmax)
         when(role == tile.groups)(IssuingWarps(setup, inputs, scratch).run)
@@ -82,8 +84,8 @@ def forward(
 
 
 def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
-    """The operands in the form in which the kernel reads them: head dims padded with zeros, lengths to TMA_ROWS, in the simulator to
-    whole tiles.
+    """The operands in the form in which the kernel reads them: head dims padded with zeros, lengths as
+    `forward_arrays.padded_lengths` says.
 
     pages   of keys in pages, whose pool takes the place of key and value; None for contiguous keys
     """

@@ -20,6 +20,7 @@ from jax import lax
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays, partial_sums, staging, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
@@ -54,6 +55,7 @@ def forward(
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
+        clip_rows(setup.interpret)
         role = lax.axis_index("wg")
         partial_sums.begin(scratch.exchange, setup.interpret)
         when(role < tile.groups)(Consumer(setup, inputs, outputs, scratch).run)
@@ -90,7 +92,7 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     operands   of the call, with extra features joined to the head dim
     pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
-    Lengths and head dims are padded with zeros: lengths to multiples of TMA_ROWS, in the simulator to whole tiles.
+    Head dims are padded with zeros, lengths as `forward_arrays.padded_lengths` says.
     Queries, keys and values of float32 are split into parts (float_parts.py). In the simulator the staged array is
     padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """

@@ -432,6 +432,7 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
     same = lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k]
     return {
         "plain": {"dim": 128},
+        "keys that 8 does not divide": {"dim": 128, "kv_len": 571, "layout": "BNTH"},
         "group of 3, which fills shared memory": {"dim": 128, "heads": 6},
         "linear bias": {"dim": 128, "score": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)},
         "soft cap": {"dim": 128, "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)},
