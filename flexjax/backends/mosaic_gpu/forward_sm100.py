@@ -38,7 +38,7 @@ def forward(
     in the plan's layout.
 
     tile    one of `forward_candidates(plan)`, whose head dim includes the extra features
-    pages   of a plan with keys in pages, which the kernel reads in place; None for contiguous keys
+    pages   of a plan whose keys lie in pages, or are read as if they did; None for other contiguous keys
 
     `support.refuses` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and row maxima are
     [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
@@ -96,5 +96,5 @@ def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None)
         key = pad(operands.key, layout, kv_length, tile.head_dim)
         value = pad(operands.value, layout, kv_length, tile.value_dim)
     else:
-        key, value, pages = pools_for(operands, pages, (tile.head_dim, tile.value_dim), setup.interpret)
+        key, value, pages = pools_for(setup.plan, operands, pages, (tile.head_dim, tile.value_dim), setup.interpret)
     return forward_arrays.inputs_of(setup, operands, query, key, value)._replace(pages=pages)

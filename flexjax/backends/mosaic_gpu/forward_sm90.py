@@ -40,7 +40,7 @@ def forward(
     in the plan's layout.
 
     tile    one of `forward_candidates(plan)`, whose head dim includes the extra features
-    pages   of a plan with keys in pages, which the kernel reads in place; None for contiguous keys
+    pages   of a plan whose keys lie in pages, or are read as if they did; None for other contiguous keys
 
     `support.refuses(plan)` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and
     row maxima are [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
@@ -103,7 +103,7 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     if pages is None:
         key, value = padded(operands.key, kv_length, key_dim), padded(operands.value, kv_length, value_dim)
     else:
-        key, value, pages = pools_for(operands, pages, (key_dim, value_dim), setup.interpret)
+        key, value, pages = pools_for(setup.plan, operands, pages, (key_dim, value_dim), setup.interpret)
     inputs = forward_arrays.inputs_of(setup, operands, padded(operands.query, q_length, key_dim), key, value)
     if setup.interpret and setup.staged is not None:
         whole = setup.staged.capture

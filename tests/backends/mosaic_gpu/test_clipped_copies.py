@@ -135,6 +135,9 @@ CALLS: dict[str, dict[str, typing.Any]] = {
     "decode, lengths, BNTH": {"tokens": 1, "keys": 16381, "lengths": True, "layout": "BNTH"},
     "prefill": {"tokens": 128, "keys": 16383},
     "prefill, BNTH": {"tokens": 128, "keys": 16383, "layout": "BNTH"},
+    "prefill, lengths": {"tokens": 128, "keys": 16383, "lengths": True},
+    "prefill, lengths, BNTH": {"tokens": 128, "keys": 16381, "lengths": True, "layout": "BNTH"},
+    "prefill, lengths, mma": {"tokens": 128, "keys": 16383, "lengths": True, "instruction": "mma"},
     "decode, head dim 64, mma": {"tokens": 1, "keys": 16383, "dim": 64, "instruction": "mma"},
     "prefill, mma": {"tokens": 128, "keys": 16383, "instruction": "mma"},
 }
