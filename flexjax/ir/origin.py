@@ -187,7 +187,8 @@ def table_of(
             "origin", f"a {type(origin).__name__}", "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
         )
     whole = _whole(origin.whole)
-    if isinstance(origin.query, str) and origin.query == "end":
+    at_end = isinstance(origin.query, str) and origin.query == "end"
+    if at_end:
         origin, whole = _at_end(origin, batch, whole, lengths, existing)
     fields = {name: getattr(origin, name) for name in ("batch", "head", "query", "key")}
     zero = {name for name, x in fields.items() if isinstance(x, int) and not isinstance(x, bool) and x == 0}
@@ -210,6 +211,10 @@ def table_of(
         if size < UNKNOWN:
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
         tables.append(starts.reshape(-1, 1))
+    if at_end and "key" in zero and tables[0].shape[0] > 1:
+        tables[1] = jnp.minimum(
+            tables[0], 0
+        )  # zeros, which XLA writes in the kernel that computes the positions of queries
     runs = [max(length, 1) for length in lengths]
     return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=start, head=head)
 

@@ -28,8 +28,11 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 PAGE, COLUMNS, HEADS, KEY_HEADS, DIM = 64, 64, 32, 8, 128
-MOST = {"one query": 5, "ragged": 12, "ragged, many queries": 32, "shared prefix": 17}
+MOST = {"one query": 4, "ragged": 12, "ragged, many queries": 32, "shared prefix": 17, "documents": 19}
 """Kernels, and copies by XLA, beside those of attention; with the two that merge partial results."""
+LAYERS = 4
+OF_LAYERS = ("one query", "documents")
+"""Calls of MOST that are also counted for LAYERS layers, each with a cache of its own, that share the table and the mask."""
 
 BUFFERS = {"512 queries": 512, "8 queries and dropout": 8}
 """Queries of calls on a contiguous buffer of keys with lengths, which the forward kernel runs."""
@@ -43,7 +46,7 @@ def step(name: str) -> tuple[typing.Callable, list[jax.ShapeDtypeStruct]]:
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    def call(query, key, value, pages, lengths, ends, group, prefix, prefix_length):
+    def call(query, key, value, pages, lengths, ends, group, prefix, prefix_length, documents):
         table = paged.PageTable(pages, lengths, jnp.zeros(pool, jnp.int32), PAGE)
         given: dict[str, typing.Any] = {"implementation": "mosaic_gpu"}
         if name == "shared prefix":
@@ -52,10 +55,16 @@ def step(name: str) -> tuple[typing.Callable, list[jax.ShapeDtypeStruct]]:
             given["cu_q_lens"] = ends
         else:
             query = query[:, None]
-        return flexjax.paged_attention(query, paged.PagedCache(key, value), table, **given)
+        if name.startswith("documents"):
+            given["mask_mod"] = lambda b, h, q_idx, kv_idx: documents[b, q_idx] == documents[b, kv_idx]
+        out = flexjax.paged_attention(query, paged.PagedCache(key, value), table, **given)
+        for _ in range(LAYERS - 1 if name.endswith(" in layers") else 0):
+            out = flexjax.paged_attention(out, paged.PagedCache(key, value), table, **given)
+        return out
 
     rows = bf16(tokens, HEADS, DIM), bf16(pool, PAGE, KEY_HEADS, DIM), bf16(pool, PAGE, KEY_HEADS, DIM)
     table = i32(requests, COLUMNS), i32(requests), i32(requests + 1), i32(requests), i32(1, COLUMNS), i32(1)
+    table = *table, i32(requests, COLUMNS * PAGE)
     return call, [*rows, *table]
 
 
@@ -139,11 +148,17 @@ def test_a_step_of_serving_does_not_copy_its_cache() -> None:
 
 @pytest.mark.slow
 def test_launches() -> None:
-    found = re.findall(r"^found (.+): (\d+) (\d+)$", in_child(*MOST), re.MULTILINE)
-    assert [name for name, *_ in found] == list(MOST)
-    for name, attention, others in found:
-        assert int(attention) == (2 if name in ("ragged, many queries", "shared prefix") else 1), name
-        assert int(others) <= MOST[name], f"{name}: {others} kernels"
+    """Few kernels beside attention; and layers that share table and mask launch what they share once, and each its merge of two."""
+    names = *MOST, *(f"{name} in layers" for name in OF_LAYERS)
+    found = re.findall(r"^found (.+): (\d+) (\d+)$", in_child(*names), re.MULTILINE)
+    assert [name for name, *_ in found] == list(names)
+    numbers = {name: (int(attention), int(others)) for name, attention, others in found}
+    for name in OF_LAYERS:
+        attention, others = numbers.pop(f"{name} in layers")
+        assert (attention, others) == (LAYERS, numbers[name][1] + 2 * (LAYERS - 1)), name
+    for name, (attention, others) in numbers.items():
+        assert attention == (2 if name in ("ragged, many queries", "shared prefix") else 1), name
+        assert others <= MOST[name], f"{name}: {others} kernels"
 
 
 if __name__ == "__main__":
