@@ -20,7 +20,6 @@ from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outp
 from flexjax.backends.mosaic_gpu.forward_sm80_rows import MmaRows
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import MmaForwardScratch, MmaForwardTile, forward_scratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, join_extra, launch, pad
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
@@ -73,13 +72,10 @@ def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None)
     pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
     Head dims are padded with zeros, lengths as `forward_arrays.padded_lengths` says, queries to TMA_ROWS where TMA copies; cp.async reads
-    arrays of any length. So are keys that are not more than queries, where a copy is little beside the products: copies from an array of
-    any length need registers in threads that also compute (36 bytes spilled at head dim 128 on sm_100).
+    arrays of any length.
     """
     tile, layout = setup.tile, setup.plan.layout
     q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS if tile.copying == "tma" else 1)
-    if tile.copying == "tma" and not setup.interpret and setup.plan.kv_len <= setup.plan.q_len:
-        kv_length = round_up(kv_length, TMA_ROWS)
     if pages is None:
         key = pad(operands.key, layout, kv_length, tile.head_dim)
         value = pad(operands.value, layout, kv_length, tile.value_dim)
