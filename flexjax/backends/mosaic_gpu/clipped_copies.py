@@ -23,27 +23,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.backends.mosaic_gpu import decode_tiles
 
 PIECE_ROWS = 8
 """Rows of a piece of a swizzled tile."""
-CLIPS_ROWS = True
-"""Whether keys and values keep their length. False pads them to a multiple of PIECE_ROWS by a copy, to time the difference."""
-
-
-def stored_rows(length: int) -> int:
-    """How many rows an array of `length` rows is given to a kernel with whose copies `clip_rows` has replaced."""
-    return length if CLIPS_ROWS else round_up(length, PIECE_ROWS)
 
 
 def clip_rows(interpret: bool) -> None:
-    """Lets all copies to shared memory that are traced after this call in the same kernel read arrays of any number of rows. A kernel
-    calls it once, before its warpgroups part. Nothing in the simulator.
+    """Lets all copies to shared memory that are traced after this call in the same kernel read arrays of any number of rows, where
+    decode_tiles.CLIPS_ROWS says so. A kernel calls it once, before its warpgroups part. Nothing in the simulator.
 
     It changes the launch context of this one kernel, through which Pallas emits its copies while the kernel is lowered; no instruction is
     emitted here.
     """
-    if interpret:
+    if interpret or not decode_tiles.CLIPS_ROWS:
         return
 
     def replace(context: typing.Any) -> None:

@@ -14,9 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import decode_sm90_merge, decode_sm90_scales, kernel_parts, memory
+from flexjax.backends.mosaic_gpu import (
+    clipped_copies,
+    decode_sm90_merge,
+    decode_sm90_scales,
+    decode_tiles,
+    kernel_parts,
+    memory,
+)
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows, stored_rows
 from flexjax.backends.mosaic_gpu.decode_intervals import has_interval, visible_interval
 from flexjax.backends.mosaic_gpu.decode_sm90_byte_consumer import ByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
@@ -44,7 +50,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
 
     def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]) -> None:
         """The decode kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
-        clip_rows(setup.interpret)
+        clipped_copies.clip_rows(setup.interpret)
         role = lax.axis_index("wg")
         consumer = ByteConsumer if tile.transposed else DecodeConsumer
         when(role < tile.groups)(consumer(setup, inputs, outputs, scratch).run)
@@ -160,13 +166,14 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
 
     work   `DecodeItems.work` of the call
 
-    Head dims are padded with zeros to those of the tile, and packed queries to `tile.stored_rows` rows; keys and values keep their number
-    (clipped_copies.py). The simulator does not fill in zeros past the end of an array: there keys and values have `stored_keys` rows and at
+    Head dims are padded with zeros to those of the tile, packed queries to `tile.stored_rows` rows, and keys and values to `stored_keys`
+    rows, unless decode_tiles.CLIPS_ROWS is set. The simulator does not fill in zeros past the end of an array: there keys and values have `stored_keys` rows and at
     least those of a tile, the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
     """
     plan, tile, page = setup.plan, setup.tile, setup.page
     rows = tile.stored_rows
-    stored, layout, key, value = stored_rows(plan.kv_len), plan.layout, operands.key, operands.value
+    stored = plan.kv_len if decode_tiles.CLIPS_ROWS else setup.items.stored_keys
+    layout, key, value = plan.layout, operands.key, operands.value
     if setup.interpret:
         rows, stored = ROWS, max(setup.items.stored_keys, tile.block_kv)
     if page:

@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.clipped_copies import stored_rows
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, pad, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
@@ -106,7 +105,7 @@ def pools_for(
     more = ((0, 1 if interpret else 0), (0, 0), (0, 0), (0, 0))
     pools = zip((operands.key, operands.value), dims, strict=True)
     if pages.number is None:
-        length = _past_end(plan) + plan.page if interpret else stored_rows(plan.kv_len)
+        length = _past_end(plan) + plan.page if interpret else plan.kv_len
         key, value = (pad(x, plan.layout, length, dim) for x, dim in pools)
     else:
         key, value = (jnp.pad(pad(pool, "BTNH", pool.shape[1], dim), more) for pool, dim in pools)

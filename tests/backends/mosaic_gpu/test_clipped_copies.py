@@ -23,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 import flexjax
+from flexjax.backends.mosaic_gpu import decode_tiles
 from flexjax.backends.mosaic_gpu.clipped_copies import _ClippedCopy
 from tests.backends.mosaic_gpu import compile_card, compile_hopper
 
@@ -182,5 +183,6 @@ def test_keys_are_not_copied() -> None:
 
 
 if __name__ == "__main__":
+    decode_tiles.CLIPS_ROWS = True
     for call, fields in CALLS.items():
         print(call, temporary_share(**fields), flush=True)
