@@ -39,6 +39,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import (
     bfloat16_tile,
     repeat_columns,
     rounded_up,
+    whole_power,
 )
 from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
@@ -327,24 +328,25 @@ class RowMath:
 
         lse2   of row_statistics.py, a vector over the queries (lse where scores may be large); where it is +inf the reference is too
 
-        The reference is lse2 rounded up to an integer (lse to a multiple of ln 2), so the scale is from 1 to 2. The forward
-        kernel's reference does not include `row_term`, unless its reference is static, so the term is subtracted from lse2 before
-        it is rounded. The scale is computed from the difference of both, because a large lse may have no such multiple near.
+        The reference is lse2 rounded up to an integer, so the scale is from 1 to 2. The forward kernel's reference does not include
+        `row_term`, unless its reference is static, so the term is subtracted from lse2 before it is rounded. Where scores may be large,
+        the reference is that of a row whose maximum is lse, by the same operations as in the forward kernel: an error of 1e-5 of
+        the reference would round an entry in 400 to the other neighbour. lse itself is the reference if it is too large.
         """
         math = self.math
         if not math.rounds_weights:
             return None
         assert math.row_axis == "q"
-        power, plan, large = lse2, math.plan, may_be_large(math.plan.score)
-        if large:
-            power = lse2 * LOG2E
-        elif static_reference(plan) is None and self.score is not None:
+        power, plan = lse2, math.plan
+        if may_be_large(plan.score):
+            reference = whole_power(lse2, LOG2E)
+            above = (reference - lse2) * LOG2E
+            return WeightReference(reference, jnp.exp2(jnp.where(jnp.abs(lse2) < jnp.inf, above, 0.0)))
+        if static_reference(plan) is None and self.score is not None:
             row_term = self.score.row_term()
             power = power if row_term is None else power - row_term * LOG2E
         fraction = tile_math.power_below(power, rounded_up(power))
-        reference = lse2 - (fraction * tile_math.LN2 if large else fraction)
-        above = jnp.where(jnp.abs(lse2) < jnp.inf, reference - lse2, 0.0)
-        return WeightReference(reference, jnp.exp2(above * LOG2E if large else above))
+        return WeightReference(lse2 - fraction, jnp.exp2(-fraction))
 
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
         """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their loads.
