@@ -30,8 +30,6 @@ SOFTMAX_BESIDE_DQ = False
 """Whether P is computed beside a late dQ product, and dQ written beside dV, with tiles of 64 queries, to time; otherwise beside dP."""
 CODES_AHEAD = False
 """`FusedTiles.codes_ahead`, to time."""
-PERSISTENT = False
-"""`FusedTiles.persistent`, to time."""
 HEADS_OF_OTHER_MASKS = 0
 """`FusedTiles.heads` under masks that are neither full nor causal-like, for ungrouped heads, to time."""
 GROUPED_IN_STEP = False
@@ -55,7 +53,6 @@ class FusedTiles(typing.NamedTuple):
                                        first, each query tile for all heads of the group, so that CTAs side by side read the same tiles
     softmax_beside_dq                  where the product for dQ is issued one visit later: P is computed beside it, and dQ written beside dV
     codes_ahead                        the warpgroups that copy and add read the list of visits one visit early
-    persistent                         a CTA owns one key tile after another: it takes their numbers from the counter of start numbers
     """
 
     queries: int
@@ -68,7 +65,6 @@ class FusedTiles(typing.NamedTuple):
     in_step: bool = False
     softmax_beside_dq: bool = False
     codes_ahead: bool = False
-    persistent: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -95,11 +91,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     query_free, out_free   [slots] both warpgroups have read a tile
     ds_ready               both warpgroups have written their dS^T
     dq_full, dq_free       [slots] a dQ tile is written, is read
-    started                [1] the CTA's start number (dq_order.py) is in memory; with `FusedTiles.persistent` [2], that of key tile k of
-                           the CTA at barrier k % 2
-    own_free               where `FusedTiles.persistent`: the CTA's keys and values were read, and its dK and dV copied out; None otherwise
-    own_known              [2] where `FusedTiles.persistent`: the adding warpgroup has read the start number of key tile k of the CTA, at
-                           barrier k % 2; None otherwise
+    started                the CTA's start number (dq_order.py) is in memory
     """
 
     query: Part
@@ -118,8 +110,6 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     dq_full: Part
     dq_free: Part
     started: Part
-    own_free: Part | None = None
-    own_known: Part | None = None
 
 
 def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
@@ -149,9 +139,7 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
         ds_ready=Barriers(arrivals=GROUPS),
         dq_full=Barriers(tiles.dq_slots, GROUPS),
         dq_free=Barriers(tiles.dq_slots),
-        started=Barriers(2 if tiles.persistent else 1),
-        own_free=Barriers(arrivals=GROUPS) if tiles.persistent else None,
-        own_known=Barriers(2) if tiles.persistent else None,
+        started=Barriers(),
     )
 
 
@@ -179,7 +167,7 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
             tiles = tiles._replace(dq_first=_dq_first(plan, queries), in_step=tiles.heads > 0 and plan.group > 1)
             tiles = tiles._replace(softmax_beside_dq=SOFTMAX_BESIDE_DQ and not tiles.dq_by_queries)
-            tiles = tiles._replace(codes_ahead=CODES_AHEAD, persistent=PERSISTENT)
+            tiles = tiles._replace(codes_ahead=CODES_AHEAD)
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None

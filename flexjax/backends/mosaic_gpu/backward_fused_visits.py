@@ -160,7 +160,6 @@ class FusedVisits:
         step: Callable[[State, Scalar, Scalar, Scalar, bool | Scalar], None],
         by_runs: bool = False,
         ahead: bool = False,
-        first: Scalar | None = None,
     ) -> Scalar:
         """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns how many there
         were.
@@ -172,7 +171,6 @@ class FusedVisits:
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
-        first     the running number of the first visit, None: 0; it is added to the result
         ahead     without `by_runs`: each code is read one visit early, the first together with the number of visits
 
         Query tiles come in the order of the list, ascending, or with `DqOrder.downward` descending, with and without
@@ -181,7 +179,6 @@ class FusedVisits:
         and `masked` is a bool, whether the plan has a mask_mod, in either case of `by_runs`.
         """
         plan, zero = self.plan, jnp.int32(0)
-        first = zero if first is None else first
         _, h_kv, mask_b, tile, _ = own
         downward = self.order.downward if self.order is not None else self.in_step
 
@@ -190,7 +187,7 @@ class FusedVisits:
             number of visits up to its last.
 
             g        number of the query head in its group, 0 where `heads_inside`
-            before   the running number of its first visit
+            before   how many visits were made before it; 0 where `heads_inside`
 
             The list is that of the query head, or the one that all heads share; it is walked backwards with
             `DqOrder.downward`.
@@ -226,7 +223,7 @@ class FusedVisits:
                 def visit_head(g: Scalar) -> None:
                     """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
-                    step(begin(head), head, q_tile, before + i * plan.group + g, masked)
+                    step(begin(head), head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
                 """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all
@@ -271,5 +268,5 @@ class FusedVisits:
             return before + count * (plan.group if self.heads_inside else 1)
 
         if plan.group == 1 or self.heads_inside:
-            return one_head(zero, first)
-        return lax.fori_loop(0, plan.group, one_head, first)
+            return one_head(zero, zero)
+        return lax.fori_loop(0, plan.group, one_head, zero)

@@ -103,7 +103,7 @@ def backward_fused(
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dQ, dK, dV), dQ and dK times scale, in the shapes and dtypes of the padded queries, keys and values, by the fused
-    kernel: one CTA for each tile of FUSED_KEYS keys of each key head, or with `FusedTiles.persistent` as many as the reference GPU has SMs.
+    kernel: one CTA for each tile of FUSED_KEYS keys of each key head.
 
     call     plan, programs and padded arrays of the call
     lists    the block lists of each key block
@@ -139,15 +139,14 @@ def backward_fused(
     first_stores = chosen.ordered and not setup.simulated  # the first addition to a tile is a store
     dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
     ctas = kv_tiles * plan.batch * plan.kv_heads
-    programs = min(ctas, dq_order.REFERENCE_SMS) if tiles.persistent else ctas
-    counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + max(ctas, 2 * programs),), jnp.int32))
+    counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + ctas,), jnp.int32))
     d_key, d_value = launch(
         kernel,
         Inputs[typing.Any](tokens, visits, call.captures, dq_sum, counts),
         Outputs(*(kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))),
         fused_scratch(plan, tiles),
         name="flexjax_backward_fused",
-        programs=programs,
+        programs=ctas,
         warpgroups=GROUPS + 2,
         interpret=setup.simulated,
     )
@@ -181,66 +180,6 @@ class _Cta:
         sizes = (tiles.queries, tiles.query_slots, tiles.out_slots)
         return QueryRings(plan, self.inputs.tokens, self.scratch, *sizes)
 
-    def each_claim(
-        self, run: Callable[[OwnKeys, Scalar, Scalar], Scalar], takes_start_number: bool = False
-    ) -> tuple[Scalar, Scalar]:
-        """Calls run(own, k, number) for key tile number k of this CTA, the first of whose visits has the running number `number`; `run`
-        returns that of the next visit. Returns (number of key tiles, number of visits).
-
-        takes_start_number   as in `claim`
-
-        Without `FusedTiles.persistent` the CTA has one key tile. With it, the copying warpgroup takes the next start number when it has
-        started all copies of a key tile, number k. Then all other warpgroups have read the start number of key tile k - 1, because the
-        copying one has waited for them before it copied the keys of k (`own_free`, `own_known`). So two barriers and two words in memory
-        suffice. In a fixed order no CTA waits for one that cannot go on: that with the lowest unfinished start number owns this key
-        tile now, because it owned lower ones before. The simulator takes turns instead of a counter.
-        """
-        zero, setup = jnp.int32(0), self.setup
-        if not setup.tiles.persistent:
-            return jnp.int32(1), run(self.claim(takes_start_number), zero, zero)
-        ctas = setup.kv_tiles * setup.plan.batch * setup.plan.kv_heads
-        programs = min(ctas, dq_order.REFERENCE_SMS)
-
-        def start(k: Scalar) -> Scalar:
-            """The start number of key tile k of this CTA."""
-            if setup.simulated:
-                return self.program + k * programs
-            parity, counts = lax.rem(k, jnp.int32(2)), self.inputs.counts
-            word = counts.at[pl.ds(setup.dq_tiles + 1 + 2 * self.program + parity, 1)]
-            if takes_start_number:
-                atomic_counter.take_start(counts.at[pl.ds(setup.dq_tiles, 1)], word)
-                plgpu.barrier_arrive(self.scratch.started.at[parity])
-            plgpu.barrier_wait(self.scratch.started.at[parity])
-            return atomic_counter.read_start(word)
-
-        def one(now: tuple[Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar]:
-            """(k, start number, first visit) of the next key tile, from those of key tile k, which it runs."""
-            k, taken, number = now
-            number = run(self.owned_by(taken), k, number)
-            return k + 1, start(k + 1), number
-
-        k, _, number = lax.while_loop(lambda now: now[1] < ctas, one, (zero, start(zero), zero))
-        return k, number
-
-    def owned_by(self, start: Scalar) -> OwnKeys:
-        """What the CTA with a start number, counted from 0, owns; in any order the number of a CTA in the grid is one."""
-        setup, plan, order = self.setup, self.setup.plan, self.setup.order
-        zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
-        rank = zero
-        if order is not None:
-            head, tile, rank = dq_order.assignment_of(start, order, setup.kv_tiles, heads)
-        elif setup.tiles.heads:
-            side_by_side = DqOrder(setup.tiles.heads, 1, downward=True, delay=0.0)
-            head, tile, _ = dq_order.assignment_of(start, side_by_side, setup.kv_tiles, heads)
-        else:
-            tile, head = tile_visits.tile_and_head(start, setup.kv_tiles, heads, setup.tiles.head_major)
-        b, key_head = lax.div(head, jnp.int32(plan.kv_heads)), lax.rem(head, jnp.int32(plan.kv_heads))
-        mask_b = b if setup.visits.lists_by_batch else zero
-        launch_order = self.inputs.visits.launch_order
-        if launch_order is not None:
-            tile = launch_order[mask_b, key_head * plan.group if setup.visits.lists_by_head else 0, tile]
-        return OwnKeys(b, key_head, mask_b, tile, rank)
-
     def claim(self, takes_start_number: bool = False) -> OwnKeys:
         """What this CTA owns. Each warpgroup calls it in its own branch, because a barrier before the branches spills
         registers.
@@ -252,58 +191,60 @@ class _Cta:
         instead. Otherwise the number of the CTA in the grid determines it; with block lists, the first CTAs of a head
         own the key tiles with the most visits.
         """
-        setup, start = self.setup, self.program
-        if setup.order is not None and not setup.simulated:
-            counts, started = self.inputs.counts, setup.dq_tiles
-            word = counts.at[pl.ds(started + 1 + self.program, 1)]
-            if takes_start_number:
-                atomic_counter.take_start(counts.at[pl.ds(started, 1)], word)
-                plgpu.barrier_arrive(self.scratch.started.at[0])
-            plgpu.barrier_wait(self.scratch.started.at[0])
-            start = atomic_counter.read_start(word)
-        return self.owned_by(start)
+        setup, plan, order = self.setup, self.setup.plan, self.setup.order
+        zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
+        if order is None:
+            if setup.tiles.heads:
+                side_by_side = DqOrder(setup.tiles.heads, 1, downward=True, delay=0.0)
+                head, tile, _ = dq_order.assignment_of(self.program, side_by_side, setup.kv_tiles, heads)
+            else:
+                head_major = setup.tiles.head_major
+                tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major)
+            rank = zero
+        else:
+            start = self.program
+            if not setup.simulated:
+                counts, started = self.inputs.counts, setup.dq_tiles
+                word = counts.at[pl.ds(started + 1 + self.program, 1)]
+                if takes_start_number:
+                    atomic_counter.take_start(counts.at[pl.ds(started, 1)], word)
+                    plgpu.barrier_arrive(self.scratch.started)
+                plgpu.barrier_wait(self.scratch.started)
+                start = atomic_counter.read_start(word)
+            head, tile, rank = dq_order.assignment_of(start, order, setup.kv_tiles, heads)
+        b, key_head = lax.div(head, jnp.int32(plan.kv_heads)), lax.rem(head, jnp.int32(plan.kv_heads))
+        mask_b = b if setup.visits.lists_by_batch else zero
+        launch_order = self.inputs.visits.launch_order
+        if launch_order is not None:
+            tile = launch_order[mask_b, key_head * plan.group if setup.visits.lists_by_head else 0, tile]
+        return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
         """The copying warpgroup: lowers its register limit, takes the start number (`claim`), and copies K and V once,
         then Q, row statistics and dO of every visit; then waits until all slots were read.
         """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        setup, tokens, scratch = self.setup, self.inputs.tokens, self.scratch
+        own, setup, tokens, scratch = (
+            self.claim(takes_start_number=True),
+            self.setup,
+            self.inputs.tokens,
+            self.scratch,
+        )
+        rows = functools.partial(
+            rows_of, layout=setup.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
+        )
+        plgpu.copy_gmem_to_smem(rows(tokens.key), scratch.key, scratch.own_full)
+        plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
-        def wait_until_left(k: Scalar) -> None:
-            """Waits until key tile number k of the CTA is computed, and the adding warpgroup at that key tile or past it."""
-            assert scratch.own_free is not None
-            assert scratch.own_known is not None
-            plgpu.barrier_wait(scratch.own_free)
-            plgpu.barrier_wait(scratch.own_known.at[lax.rem(k, jnp.int32(2))])
-
-        def copy_own(own: OwnKeys, k: Scalar, first: Scalar) -> Scalar:
-            """Copies what key tile number k of the CTA, `own`, needs; returns the running number after its visits.
-
-            first   running number of its first visit
+        def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
+            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it: of query tile
+            `q_tile` of head `h`, to the slots of the running number `number`, once each is free; `masked` is not read.
             """
-            rows = functools.partial(
-                rows_of, layout=setup.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
-            )
-            if setup.tiles.persistent:
-                when(k > 0)(lambda: wait_until_left(k - 1))
-            plgpu.copy_gmem_to_smem(rows(tokens.key), scratch.key, scratch.own_full)
-            plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
+            self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
 
-            def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-                """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it: of query tile
-                `q_tile` of head `h`, to the slots of the running number `number`, once each is free; `masked` is not read.
-                """
-                self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
-
-            return setup.visits.each(
-                self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead, first=first
-            )
-
-        owned, total = self.each_claim(copy_own, takes_start_number=True)
-        self.rings.drain(total)
-        if setup.tiles.persistent:
-            when(owned > 0)(lambda: wait_until_left(owned - 1))
+        self.rings.drain(
+            setup.visits.each(self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead)
+        )
 
     def add_dq(self) -> None:
         """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
@@ -314,35 +255,21 @@ class _Cta:
         """
         setup, scratch = self.setup, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        own = self.claim()
         if setup.dq_is_late:
             for slot in range(setup.tiles.dq_slots):
                 plgpu.barrier_arrive(scratch.dq_free.at[slot])
+            plgpu.barrier_wait(scratch.dq_full.at[0])  # tile 0 belongs to no visit: it is dropped
+            plgpu.barrier_arrive(scratch.dq_free.at[0])
 
-        def add_own(own: OwnKeys, k: Scalar, first: Scalar) -> Scalar:
-            """Adds the dQ tiles of key tile number k of the CTA, `own`; returns the running number after its visits.
-
-            first   running number of its first visit
+        def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
+            """Adds the dQ tile of one visit to query tile `q_tile` of head `h` in memory (`add_dq_tile`), as
+            `FusedVisits.each` calls it. The tile is in the slot of the running number `number` or, where dQ is late, of
+            the next one; `masked` is not read.
             """
-            slot_of = lambda number: common.slot_of(number, setup.tiles.dq_slots)
-            if scratch.own_known is not None:
-                plgpu.barrier_arrive(scratch.own_known.at[lax.rem(k, jnp.int32(2))])
-            if setup.dq_is_late:  # the first tile belongs to no visit: it is dropped
-                plgpu.barrier_wait(scratch.dq_full.at[slot_of(first + k)])
-                plgpu.barrier_arrive(scratch.dq_free.at[slot_of(first + k)])
-            later = k + 1 if setup.dq_is_late else jnp.int32(0)
+            self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 
-            def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-                """Adds the dQ tile of one visit to query tile `q_tile` of head `h` in memory (`add_dq_tile`), as
-                `FusedVisits.each` calls it. The tile is in the slot of the running number `number` or, where dQ is late,
-                of a later one; `masked` is not read.
-                """
-                self.add_dq_tile(own, h, q_tile, slot_of(number + later))
-
-            return setup.visits.each(
-                self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead, first=first
-            )
-
-        self.each_claim(add_own)
+        setup.visits.each(self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead)
         if not setup.simulated:
             plgpu.wait_smem_to_gmem(0)
 
@@ -396,8 +323,6 @@ class _ComputingWarpgroup:
 
     cta: _Cta
     group: Scalar
-    shift: Scalar | int = 0
-    """By how much numbers of dQ tiles are ahead of those of visits, but for the one of late dQ."""
 
     @property
     def setup(self) -> FusedSetup:
@@ -432,34 +357,17 @@ class _ComputingWarpgroup:
         the other computing warpgroup's last product; then it writes dK and dV over K and V in shared memory and from
         there to `outputs`.
         """
-        setup, scratch = self.setup, self.scratch
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-
-        def run_own(own: OwnKeys, k: Scalar, first: Scalar) -> Scalar:
-            """`run_key_tile` for key tile number k of the CTA."""
-            shift = k if setup.dq_is_late and setup.tiles.persistent else 0
-            return dataclasses.replace(self, shift=shift).run_key_tile(own, first, outputs)
-
-        _, total = self.cta.each_claim(run_own)
-        if setup.simulated:  # the simulator wants every barrier observed to the end
-            slots = setup.tiles.dq_slots
-            common.wait_until_read(total + setup.dq_is_late * slots, (scratch.dq_free, slots))
-
-    def run_key_tile(self, own: OwnKeys, first: Scalar, outputs: Outputs[Ref]) -> Scalar:
-        """All of the warpgroup's work for the key tile `own`; returns the running number after its visits.
-
-        first   running number of its first visit
-        """
         setup, scratch, math = self.setup, self.scratch, self.math
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        own = self.cta.claim()
         kv0 = own.tile * FUSED_KEYS + self.group * ROWS
         mine = pl.ds(self.group * ROWS, ROWS)
         own_k, own_v = scratch.key.at[mine], scratch.value.at[mine]
         plgpu.barrier_wait(scratch.own_full)
 
-        def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array, Scalar]:
+        def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
             """Makes all visits of the CTA, which add to the accumulators; returns (dK times scale, dV) of the keys of this
-            warpgroup, [ROWS, D] and [ROWS, E] float32: ROWS (64) of the key tile's FUSED_KEYS keys, from key `kv0` on; and the running
-            number after the visits.
+            warpgroup, [ROWS, D] and [ROWS, E] float32: ROWS (64) of the key tile's FUSED_KEYS keys, from key `kv0` on.
 
             dk_acc, dv_acc   accumulators of dK without scale and of dV, 0 at the start
 
@@ -475,13 +383,16 @@ class _ComputingWarpgroup:
             if setup.dq_is_late:
                 plgpu.barrier_arrive(scratch.ds_ready)  # for the first visit, which finds no visit before it
             begin = lambda h: math.at_rows(own.b, h, kv0, self.cta.inputs.captures)
-            total = setup.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=setup.dq_is_late, first=first)
+            total = setup.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=setup.dq_is_late)
             if setup.dq_is_late:
                 self.finish_late_dq(total)
-            return self.products.read(dk_acc) * setup.plan.scale, self.products.read(dv_acc), total
+            if setup.simulated:  # the simulator wants every barrier observed to the end
+                slots = setup.tiles.dq_slots
+                common.wait_until_read(total + setup.dq_is_late * slots, (scratch.dq_free, slots))
+            return self.products.read(dk_acc) * setup.plan.scale, self.products.read(dv_acc)
 
         dim, value_dim = scratch.key.shape[-1], scratch.value.shape[-1]
-        dk, dv, total = self.products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
+        dk, dv = self.products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
         plgpu.barrier_arrive(scratch.ds_ready)  # the other warpgroup reads all keys in its last product
         plgpu.barrier_wait(scratch.ds_ready)
         own_k[...] = dk.astype(scratch.key.dtype)
@@ -491,9 +402,6 @@ class _ComputingWarpgroup:
         plgpu.copy_smem_to_gmem(own_k, rows(outputs.d_key))
         plgpu.copy_smem_to_gmem(own_v, rows(outputs.d_value))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if scratch.own_free is not None:
-            plgpu.barrier_arrive(scratch.own_free)
-        return total
 
     def visit(
         self, rows: RowMath, q_tile: Scalar, number: Scalar, masked: bool | Scalar, dk_acc: Ref, dv_acc: Ref
@@ -752,7 +660,7 @@ class _ComputingWarpgroup:
 
     def dq_slot(self, number: Scalar) -> Scalar:
         """The slot of the dQ tile with the running number `number`."""
-        return common.slot_of(number + self.shift, self.setup.tiles.dq_slots)
+        return common.slot_of(number, self.setup.tiles.dq_slots)
 
     def write_dq(self, dq: jax.Array, number: Scalar) -> None:
         """Writes the half of a dQ tile to shared memory once its slot is free.

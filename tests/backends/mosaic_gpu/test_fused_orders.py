@@ -91,15 +91,3 @@ def test_choices_to_time(name: str, beside: bool, monkeypatch: pytest.MonkeyPatc
 def test_dq_first_with_tiles_of_64_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_fused_tiles, "DQ_FIRST", (64, 128))
     check_one_kernel(monkeypatch, True, 64, mask=causal, dim=128, q_len=384, kv_len=384)
-
-
-@pytest.mark.parametrize("name", some_slow([*TO_TIME, "early, downward"], []))
-@ENOUGH_THREADS
-def test_persistent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two CTAs own all key tiles, one after another."""
-    deterministic, case = TO_TIME["late, downward" if name == "early, downward" else name]
-    if name != "early, downward":
-        monkeypatch.setattr(dq_order, "LATE_IN_ORDER", {"ahead", "downward", "full"})
-    monkeypatch.setattr(dq_order, "REFERENCE_SMS", 2)
-    monkeypatch.setattr(backward_fused_tiles, "PERSISTENT", True)
-    check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, **case})
