@@ -26,12 +26,6 @@ GROUPS, ROWS = 2, 64
 """Computing warpgroups of a CTA, and keys of each."""
 DQ_FIRST = (GROUPS * ROWS,)
 """Queries of the tiles for which dQ is multiplied before dK; (64, 128) to time."""
-SOFTMAX_BESIDE_DQ = False
-"""Whether P is computed beside a late dQ product, and dQ written beside dV, with tiles of 64 queries, to time; otherwise beside dP."""
-CODES_AHEAD = False
-"""`FusedTiles.codes_ahead`, to time."""
-HEADS_OF_OTHER_MASKS = 0
-"""`FusedTiles.heads` under masks that are neither full nor causal-like, for ungrouped heads, to time."""
 GROUPED_IN_STEP = False
 """Whether CTAs walk in step (`FusedTiles.in_step`) where query heads share key heads and additions are in any order, for full and
 causal-like masks, to time; otherwise the first key tiles of all heads come first, and a CTA visits one head after another."""
@@ -51,8 +45,6 @@ class FusedTiles(typing.NamedTuple):
                                        one visit later (`backward_fused_setup.FusedSetup.dq_is_late`)
     in_step                            where additions to dQ are in any order: CTAs of a key head walk the queries from the last to the
                                        first, each query tile for all heads of the group, so that CTAs side by side read the same tiles
-    softmax_beside_dq                  where the product for dQ is issued one visit later: P is computed beside it, and dQ written beside dV
-    codes_ahead                        the warpgroups that copy and add read the list of visits one visit early
     """
 
     queries: int
@@ -63,8 +55,6 @@ class FusedTiles(typing.NamedTuple):
     heads: int = 0
     dq_first: bool = False
     in_step: bool = False
-    softmax_beside_dq: bool = False
-    codes_ahead: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -166,8 +156,6 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
             tiles = tiles._replace(dq_first=_dq_first(plan, queries), in_step=tiles.heads > 0 and plan.group > 1)
-            tiles = tiles._replace(softmax_beside_dq=SOFTMAX_BESIDE_DQ and not tiles.dq_by_queries)
-            tiles = tiles._replace(codes_ahead=CODES_AHEAD)
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
@@ -179,10 +167,8 @@ def _heads_side_by_side(plan: KernelPlan) -> int:
     """
     even = dq_order.is_full(plan) or dq_order.is_triangle(plan)
     shared = plan.blocks is None or plan.blocks.heads == 1
-    if not even:
-        return HEADS_OF_OTHER_MASKS if plan.group == 1 else 0
     taken = plan.group == 1 or (GROUPED_IN_STEP and shared)
-    return dq_order.heads_side_by_side(plan) if taken else 0
+    return dq_order.heads_side_by_side(plan) if even and taken else 0
 
 
 def _dq_first(plan: KernelPlan, queries: int) -> bool:

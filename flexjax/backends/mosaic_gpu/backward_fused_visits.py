@@ -159,7 +159,6 @@ class FusedVisits:
         begin: Callable[[Scalar], State],
         step: Callable[[State, Scalar, Scalar, Scalar, bool | Scalar], None],
         by_runs: bool = False,
-        ahead: bool = False,
     ) -> Scalar:
         """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns how many there
         were.
@@ -171,7 +170,6 @@ class FusedVisits:
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
-        ahead     without `by_runs`: each code is read one visit early, the first together with the number of visits
 
         Query tiles come in the order of the list, ascending, or with `DqOrder.downward` descending, with and without
         the mask mixed. All query heads of the group of the key head are visited, one after the other unless
@@ -196,10 +194,8 @@ class FusedVisits:
             mask_h = h if self.lists_by_head else zero
             state = None if self.heads_inside else begin(h)
             count = jnp.int32(self.q_tiles) if visits.num is None else visits.num[mask_b, mask_h, tile]
-            # a list that is read ahead may be empty
-            position = lambda i: (
-                (lax.max(count - 1 - i, zero) if by_runs or ahead else count - 1 - i) if downward else i
-            )
+            # by runs, the code of the first visit is read also where there is none
+            position = lambda i: (lax.max(count - 1 - i, zero) if by_runs else count - 1 - i) if downward else i
 
             def code(i: Scalar) -> Scalar:
                 """The code of the i-th visit: the query tile's number times 2, plus 1 where the mask applies."""
@@ -248,15 +244,6 @@ class FusedVisits:
             elif by_runs:
                 both = lambda here: run(True, run(False, here))
                 lax.while_loop(lambda here: here[0] < count, both, (zero, code(zero)))
-            elif ahead:
-
-                def visit_one(i: Scalar, now: Scalar) -> Scalar:
-                    """Visits the i-th entry of the list, whose code is `now`, and returns the code of the next entry."""
-                    following = code(lax.min(i + 1, lax.max(count - 1, zero)))
-                    visit(i, query_tile(now), is_masked(now))
-                    return following
-
-                lax.fori_loop(zero, count, visit_one, code(zero))
             else:
 
                 @pl.loop(0, count)

@@ -242,9 +242,7 @@ class _Cta:
             """
             self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
 
-        self.rings.drain(
-            setup.visits.each(self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead)
-        )
+        self.rings.drain(setup.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
         """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
@@ -269,7 +267,7 @@ class _Cta:
             """
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 
-        setup.visits.each(self.inputs.visits, own, lambda h: None, step, ahead=setup.tiles.codes_ahead)
+        setup.visits.each(self.inputs.visits, own, lambda h: None, step)
         if not setup.simulated:
             plgpu.wait_smem_to_gmem(0)
 
@@ -479,39 +477,8 @@ class _ComputingWarpgroup:
             body = functools.partial(cotangents, s_acc, beside=publish if setup.tiles.dq_by_queries else None)
             return products.accumulators(body, self.math.shape)
 
-        def around_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
-            """dS^T of the visit where dQ is late (`FusedTiles.softmax_beside_dq`): starts S^T and dQ of the visit before, computes P while
-            the latter is in flight, starts the product for dV, beside which it writes dQ, and then that for dP^T.
-
-            s_acc, dq_acc   accumulators for S^T and dQ, 0 at the start
-            """
-            rings, out_now = self.cta.rings, scratch.d_out.at[out_slot]
-            start_scores(s_acc)
-            plgpu.barrier_wait(scratch.ds_ready)
-            self.start_dq(dq_acc, 1 - ds_slot)
-            lse2 = rings.statistic(0, q_slot)
-            found = tile.probabilities(products.read(s_acc, 1), lse2)
-            weights, factor = found.weights().astype(scratch.key.dtype), found.factor()
-            plgpu.barrier_wait(scratch.out_full.at[out_slot])
-            products.add(dv_acc, weights, out_now)
-            self.hand_over_dq(products.read(dq_acc, 1), number)
-
-            def last(dp_acc: Ref) -> jax.Array:
-                """dS^T; computes dP^T in the accumulator `dp_acc`, 0 at the start."""
-                delta = None
-                if self.math.starts_at_minus_delta:
-                    products.start(dp_acc, self.math.broadcast(self.start_of_dp(q_slot), "q"))
-                else:
-                    delta = self.math.broadcast(rings.statistic(1, q_slot), "q")
-                products.add(dp_acc, scratch.value.at[mine], out_now, b_t=True)
-                return found.cotangent(factor, products.read(dp_acc), delta).astype(scratch.key.dtype)
-
-            return products.accumulators(last, self.math.shape)
-
         plgpu.barrier_wait(scratch.query_full.at[q_slot])
-        if late and setup.tiles.softmax_beside_dq:
-            ds = products.accumulators(around_late_dq, self.math.shape, self.dq_part)
-        elif late:
+        if late:
             shapes = (
                 () if setup.tiles.dq_by_queries else (self.dq_part,)
             )  # registers are scarce at 64 queries and head dim 128

@@ -55,8 +55,6 @@ MOST_UPWARD_DELAY = 0.1
 LATE_IN_ORDER: frozenset[str] = frozenset()
 """Fixed orders that issue the product for dQ one visit later beside those whose CTAs never wait, to time: "ahead", masks that
 `patterns.hides_later_keys`, whose lower ranks are ahead from the start; "downward"; "full"."""
-HEADS_OF_OTHER_MASKS: int | None = None
-"""Key heads side by side in a fixed order under a mask that is neither full nor causal-like, to time; None: `heads_side_by_side`."""
 MOST_SUMS = 8
 """The most partial dQ sums of a head."""
 
@@ -106,7 +104,7 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
         ahead = "ahead" in LATE_IN_ORDER and plan.mask is not None and patterns.hides_later_keys(plan.mask)
-        return DqOrder(HEADS_OF_OTHER_MASKS or heads, 1, downward=False, delay=0.0, waits=not ahead)
+        return DqOrder(heads, 1, downward=False, delay=0.0, waits=not ahead)
     made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
     best = min(made, key=lambda order: order.delay)
     tall = plan.q_len * kv_tiles >= plan.kv_len * q_tiles  # a query tile has as many tokens as a key tile, or more

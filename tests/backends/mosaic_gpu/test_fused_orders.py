@@ -72,17 +72,14 @@ TO_TIME: dict[str, tuple[bool, dict[str, typing.Any]]] = {
 }
 
 
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("name", some_slow(list(TO_TIME), []))
 @ENOUGH_THREADS
-def test_choices_to_time(name: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_to_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 64 queries at head dim 128 with all choices that are off until they are timed."""
     deterministic, case = TO_TIME[name]
     monkeypatch.setattr(dq_order, "LATE_IN_ORDER", {"ahead", "downward", "full"})
     monkeypatch.setattr(dq_order, "GROUPED_HEADS", 1)
-    for choice in ("GROUPED_IN_STEP", "CODES_AHEAD"):
-        monkeypatch.setattr(backward_fused_tiles, choice, True)
-    monkeypatch.setattr(backward_fused_tiles, "SOFTMAX_BESIDE_DQ", beside)
+    monkeypatch.setattr(backward_fused_tiles, "GROUPED_IN_STEP", True)
     check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, **case})
 
 
