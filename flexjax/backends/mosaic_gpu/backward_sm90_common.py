@@ -191,23 +191,22 @@ class DqOutputs(typing.NamedTuple, typing.Generic[Part]):
 # ------------------------------------------------------------------- registers
 
 
-COMPUTE_REGISTERS = {2: 240, 4: 120}
-"""Computing warpgroups of a CTA -> the registers a thread of them; with a copying warpgroup of 24 they fill the register file."""
-
-
 def raise_register_limit(groups: int) -> None:
-    """In a computing warpgroup: raises its limit to what COMPUTE_REGISTERS says for `groups` of them, if it says anything."""
-    if groups in COMPUTE_REGISTERS:
-        plgpu.set_max_registers(COMPUTE_REGISTERS[groups], action="increase")
+    """In a computing warpgroup: raises its limit to 240 registers a thread if the CTA has two (`groups`) of them.
+
+    With a copying warpgroup of 24, 2 * 240 + 24 registers a thread fill the register file.
+    """
+    if groups == 2:
+        plgpu.set_max_registers(240, action="increase")
 
 
 def lower_register_limit(groups: int) -> None:
-    """In the copying warpgroup: lowers its limit to 24 registers a thread if the computing warpgroups raise theirs; with another
-    number of them the limit stays.
+    """In the copying warpgroup: lowers its limit to 24 registers a thread if the CTA has two (`groups`) computing warpgroups; with another
+    number the limit stays.
 
     The computing warpgroups call `raise_register_limit` with the same `groups`, and wait there for the registers that this call frees.
     """
-    if groups in COMPUTE_REGISTERS:
+    if groups == 2:
         plgpu.set_max_registers(24, action="decrease")
 
 

@@ -1,16 +1,16 @@
-"""Gradients of the arrays that score_mod captured. That of one element is the sum of g = p * (dP - delta) * d mod / d load
-over all positions of the attention matrix that read the element, where "mod" is score_mod and a "load" its read of a captured array.
+"""Gradients of the arrays that score_mod captured. That of one element is the sum of g = p * (dP - delta) * d mod / d load over all
+positions of the attention matrix that read the element, where "mod" is score_mod and a "load" its read of a captured array.
 
-The kernel (capture_kernel.py) goes through lists of tiles (capture_lists.py). For most kinds of loads, entries at the same offset of all
-tiles of a list read the same element or elements that XLA sums afterwards, so the kernel adds g tile by tile in registers and writes one
-tile of sums for each list, whose rows it sums itself for scalars and rows:
+The kernel (capture_kernel.py) goes through lists of tiles (capture_lists.py). For most kinds of loads, entries at the same offset of
+all tiles of a list read the same element or elements that are summed afterwards, so the kernel adds g tile by tile in registers and
+writes one tile of sums for each list, or for scalars and rows its sums over keys:
 
-    kind of load   tiles of one list                              what XLA sums in a tile of sums
-    scalar         a share of the tiles of a head                 queries and keys
-    row            one row of tiles                               keys
-    column         one column of tiles                            queries
-    diagonal       tiles with the same first query - first key    each of its 2 n - 1 diagonals
-    tile           the same tile of the heads that share it       nothing
+    kind of load   tiles of one list                              the kernel writes   XLA sums
+    scalar         a share of the tiles of a head                 sums over keys      queries
+    row            one row of tiles                               sums over keys      nothing
+    column         one column of tiles                            a tile of sums      queries
+    diagonal       tiles with the same first query - first key    a tile of sums      each of its 2 n - 1 diagonals
+    tile           the same tile of the heads that share it       a tile of sums      nothing
 
 This leaves one number for each (b, h) and query, key, difference of both, or (query, key). capture_scatter.py adds the numbers
 to the elements that the load's index names.
@@ -242,8 +242,8 @@ def _load_sums(one: _OneLoad) -> jax.Array:
 def _summed(
     kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]
 ) -> jax.Array:
-    """[lists, ...] float32: the tile of sums of each list, from the kernel, reduced over what the table at the top of
-    this file says: [lists] for a scalar, [lists, tile] for a row or column, [lists, 2 * tile - 1] for a diagonal.
+    """[lists, ...] float32: the sums of each list, from the kernel, reduced over what the table at the top of this file
+    says: [lists] for a scalar, [lists, tile] for a row or column, [lists, 2 * tile - 1] for a diagonal.
 
     tokens, lists, captures   what the kernel reads
 
@@ -252,19 +252,18 @@ def _summed(
     """
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """Runs the kernel on some of the lists and reduces each list's tile of sums (of g, or of |g| for Sink.MAGNITUDES) as the kind of
-        load asks for, float32.
+        """Runs the kernel on some of the lists and reduces each list's sums (of g, or of |g| for Sink.MAGNITUDES) as `_summed` says.
 
         part   (`head`, `begin`, `count`) of these lists, int32 [n] each, as in `TileLists`
 
-        Returns [n] for a scalar load, summed over queries and keys; [n, tile] for a row, summed over keys, or a column, summed over
-        queries; [n, 2 * tile - 1] for a diagonal, in the order of `diagonal_sums`. An empty list gives zeros. Tile loads have no such sums.
+        Returns [n, ...] float32, the diagonals in the order of `diagonal_sums`. An empty list gives zeros. Tile loads have no
+        such sums.
         """
         head, begin, count = part
         sums = _run(kernel, tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
-        return sums.sum((1, 2) if kernel.shape.kind == ir.SCALAR else 1)
+        return sums if kernel.shape.kind == ir.ROW else sums.sum(1)  # over queries
 
     count = lists.count.shape[0]
     runs = -(-count // LISTS_AT_ONCE)
@@ -285,10 +284,10 @@ def _run(
     total: jax.Array | None = None,
 ) -> jax.Array:
     """Runs the kernel over the lists and returns its result, as `CaptureKernel.run` says: for Sink.SUMS and MAGNITUDES
-    [lists, tile, tile] or, summed over keys, [lists, key groups, tile], for MATRIX [b, h, rows * tile, columns * tile], for SCATTER [size of the captured array].
+    [lists, tile, tile] or, summed over keys, [lists, tile], for MATRIX [b, h, rows * tile, columns * tile], for SCATTER
+    [size of the captured array].
 
-    kernel                    its `card` says which kernel runs: the one for mma.sync, or without a card the one for
-                              Hopper
+    kernel                    its `card` says which kernel runs: that for mma.sync, or without a card that for Hopper
     tokens, lists, captures   what the kernel reads
     total                     for SCATTER alone: a bound from above of the sum of all |g|
     """

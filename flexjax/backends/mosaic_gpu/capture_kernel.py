@@ -6,21 +6,20 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 
 `Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128
 queries by as many keys, in *parts* of 64 keys, or of `keys_of_part` in the kernel for mma.sync (capture_sm80.py), which has
-`CaptureKernel` and `ListCta` too. Each computing warpgroup has 64 of the queries, and goes through all parts or has one of them
-(`CaptureKernel.key_groups`).
+`CaptureKernel` and `ListCta` too. Each computing warpgroup has 64 of the queries, and goes through all parts.
 "mod" is score_mod, "load" its read of the array.
 
 P are the probabilities, lse2 and delta the row statistics of the queries; the formulas are at the top of
 backward_sm90_common.py. On Hopper a copying warpgroup fills rings of slots in shared memory: a slot of the query ring has Q and
-dO of a visited tile, a slot of the key ring K and V of one part. `group` is the number of 64 queries in a tile, b and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is a captured
-array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
+dO of a visited tile, a slot of the key ring K and V of one part. b and h are batch entry and query head, q0 and kv0 the first query
+and key of a tile. The *staged array* is a captured array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
 """
 
 import dataclasses
 import enum
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +55,6 @@ from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan
-
-KEY_GROUPS = False
-"""Whether four warpgroups of 120 registers compute tiles of 128 x 128, each 64 x 64 of them, so that each partition of an SM has four
-warps whose products and exponentials overlap. False: two of 240, which go through two halves of the keys."""
 
 
 class Sink(enum.Enum):
@@ -98,16 +93,6 @@ class Cotangent(typing.NamedTuple):
         return self.tile if self.scale is None else self.tile * lax.broadcast_in_dim(self.scale, self.tile.shape, (0,))
 
 
-class Share(typing.NamedTuple):
-    """What a computing warpgroup has of each tile: the queries of group `group`, and the keys of part `part`, or of all parts (None);
-    `number` is that of the warpgroup.
-    """
-
-    number: Scalar | int
-    group: Scalar | int
-    part: Scalar | None = None
-
-
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel.
 
@@ -127,10 +112,9 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """What the kernel writes: for SUMS and MAGNITUDES `sums` is [lists, tile, tile], or [lists, key groups, tile] where the sums are
-    over keys (`CaptureKernel.sums_over_keys`); for MATRIX [b, h, rows * tile,
-    columns * tile], for SCATTER [lists, computing warpgroups, size] in the simulator, where every warpgroup adds to an array of its
-    own; None on the device.
+    """What the kernel writes: for SUMS and MAGNITUDES `sums` is [lists, tile, tile], or [lists, tile] where the sums are over keys
+    (`CaptureKernel.sums_over_keys`); for MATRIX [b, h, rows * tile, columns * tile], for SCATTER [lists, groups, size] in the
+    simulator, where every warpgroup adds to an array of its own; None on the device.
     """
 
     sums: Part | None
@@ -150,8 +134,8 @@ class CaptureKernel:
     dtype         of `Outputs.sums`; float32 for SCATTER
     card          whose mma.sync kernel runs (capture_sm80.py); None: the kernel for Hopper does
 
-    A tile has `shape.tile` queries and as many keys, in parts of `part_keys`; each computing warpgroup has a `Share` of them. A
-    visit is one tile of one head.
+    A tile has `shape.tile` queries and as many keys, in parts of `part_keys`; each computing warpgroup has ROWS of
+    the queries and goes through all parts. A visit is one tile of one head.
     """
 
     plan: KernelPlan
@@ -165,18 +149,8 @@ class CaptureKernel:
 
     @property
     def groups(self) -> int:
-        """Into how many groups of ROWS the queries of a tile are divided, one for each computing warpgroup, or for `key_groups` of
-        them: 1 or 2.
-        """
+        """Into how many groups of ROWS the queries of a tile are divided, one for each computing warpgroup: 1 or 2."""
         return self.shape.tile // ROWS
-
-    @property
-    def key_groups(self) -> int:
-        """How many computing warpgroups share ROWS queries of a tile in the kernel for Hopper, each with a part of the keys: as many as a
-        tile has parts, where KEY_GROUPS allows that and no array is staged; else 1, which goes through all parts.
-        """
-        divided = KEY_GROUPS and self.card is None and self.groups == 2 and self.bias.staged is None
-        return self.parts if divided else 1
 
     @property
     def part_keys(self) -> int:
@@ -187,10 +161,6 @@ class CaptureKernel:
     def parts(self) -> int:
         """Number of parts of a tile."""
         return self.shape.tile // self.part_keys
-
-    def parts_of(self, share: Share) -> Sequence[Scalar | int]:
-        """The numbers of the parts that a computing warpgroup has."""
-        return range(self.parts) if share.part is None else (share.part,)
 
     @property
     def load(self) -> ir.Load:
@@ -211,7 +181,9 @@ class CaptureKernel:
 
     @property
     def sums_over_keys(self) -> bool:
-        """Whether the kernel keeps one number for each query of a tile, the sum of g over the keys: for lists of a scalar or row load."""
+        """Whether the kernel keeps one number for each query of a tile, the sum of g over the keys: for lists of a scalar or row
+        load.
+        """
         return self.shape.kind in (ir.SCALAR, ir.ROW)
 
     @property
@@ -354,12 +326,12 @@ class CaptureKernel:
         `sums` is None for SCATTER on the device, which adds to `inputs.words`. The array of `bias` is staged where
         `ring_depths` finds room.
         """
-        plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
-        parts, ctas, crew = parts_of(plan), ctas_of(plan), self.groups * self.key_groups
+        plan, tokens, bias, groups = self.plan, inputs.tokens, self.bias.types, self.groups
+        parts, ctas = parts_of(plan), ctas_of(plan)
         dims, dtype = (tokens.query.shape[-1] // ctas, tokens.value.shape[-1] // ctas), dtype_name(tokens.query.dtype)
-        rings = ring_depths(self.groups, dims, dtype, bias.staged, parts, ctas, self.key_groups)
+        rings = ring_depths(groups, dims, dtype, bias.staged, parts, ctas)
         slots, tile = int(rings.staged) * rings.queries, self.shape.tile
-        staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
+        staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), groups)
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
             """The kernel on the Refs `inputs`, `outputs` and `scratch`: finds the list of this CTA, of those with most visits first,
@@ -370,23 +342,18 @@ class CaptureKernel:
             steps = self.steps(inputs.lists, list_number)
             cta = _Cta(self.math, ListCta(self, inputs, outputs, list_number, steps), rings, staging, scratch)
             partial_sums.begin(scratch.exchange, cta.interpret)
-            share = Share(group, group)
-            if self.key_groups > 1:
-                share = Share(group, *_quotient_and_remainder(group, self.key_groups))
-            when(group < crew)(lambda: cta.compute(share))
-            when(group == crew)(cta.copy)
+            when(group < groups)(lambda: cta.compute(group))
+            when(group == groups)(cta.copy)
             partial_sums.end(scratch.exchange, cta.interpret)
 
         return launch(
             kernel,
             inputs,
             self.output(inputs),
-            capture_scratch(
-                self.groups, rings, dims, dtype, bias.staged, parts, ctas, plan.options.interpret, self.key_groups
-            ),
+            capture_scratch(groups, rings, dims, dtype, bias.staged, parts, ctas, plan.options.interpret),
             name="flexjax_capture_gradient",
             programs=inputs.lists.count.shape[0],
-            warpgroups=crew + 1,
+            warpgroups=groups + 1,
             interpret=plan.options.interpret,
             ctas=ctas,
         )
@@ -408,31 +375,31 @@ class CaptureKernel:
         if self.sink is Sink.MATRIX:
             return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
         if self.sink is Sink.SCATTER:
-            return (lists, self.groups * self.key_groups, self.size) if self.plan.options.interpret else None
-        return (lists, self.key_groups, shape.tile) if self.sums_over_keys else (lists, shape.tile, shape.tile)
+            return (lists, self.groups, self.size) if self.plan.options.interpret else None
+        return (lists, shape.tile) if self.sums_over_keys else (lists, shape.tile, shape.tile)
 
     # ------------------------------------------------------------- sums of a computing warpgroup
 
-    def zero_sums(self, share: Share) -> tuple[jax.Array, ...]:
-        """The sums of a computing warpgroup before the first visit: [ROWS] if they are over keys, else [ROWS, part_keys] for each part
-        that it has; none where each tile is scattered at once.
+    def zero_sums(self) -> tuple[jax.Array, ...]:
+        """The sums of a computing warpgroup before the first visit: [ROWS] if they are over keys, else [ROWS, part_keys] for each
+        part; none where each tile is scattered at once.
         """
         if self.scatters_each_tile:
             return ()
         if self.sums_over_keys:
             return (registers.splat(np.float32(0), "row", (ROWS,), self.plan.options.interpret),)
-        return (registers.zero_tile((ROWS, self.part_keys)),) * len(self.parts_of(share))
+        return (registers.zero_tile((ROWS, self.part_keys)),) * self.parts
 
-    def add(self, sums: tuple[jax.Array, ...], n: int, g: "Cotangent") -> tuple[jax.Array, ...]:
-        """The sums after g of the `n`-th part of a visit that the warpgroup has was added, |g| for MAGNITUDES. In a sum over keys each
-        thread adds the keys that it holds; `write` adds those of several threads.
+    def add(self, sums: tuple[jax.Array, ...], part: int, g: Cotangent) -> tuple[jax.Array, ...]:
+        """The sums of a computing warpgroup after g of part number `part` of a visit was added, |g| for MAGNITUDES. In a sum over
+        keys each thread adds the keys that it holds; `ListCta.write` adds the sums of several threads.
         """
         tile, interpret = jnp.abs(g.tile) if self.sink is Sink.MAGNITUDES else g.tile, self.plan.options.interpret
         if self.sums_over_keys:
             total = thread_tiles.partial_row_sums(tile, interpret, fuse=True)
             return (sums[0] + (total if g.scale is None else total * g.scale),)
         tile = Cotangent(tile, g.scale).whole
-        return (*sums[:n], sums[n] + tile, *sums[n + 1 :])
+        return (*sums[:part], sums[part] + tile, *sums[part + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,7 +443,7 @@ class ListCta:
         return common.statistics_of(self.inputs.tokens, b, h, q0 + group * ROWS, ROWS, common.ALONG_ROWS)
 
     def scatter(
-        self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, number: Scalar | int
+        self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar | int
     ) -> None:
         """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the
         simulator in float32 to the warpgroup's own array in `Outputs.sums`.
@@ -485,38 +452,37 @@ class ListCta:
         row0      first query of the warpgroup
         column0   first key of the part
         value     [ROWS, part_keys] float32, g of the warpgroup's queries and the part's keys
-        number    of the warpgroup
+        group     number of the warpgroup
         """
         if self.inputs.words is not None:
             sums = self.inputs.words
         else:
             assert self.outputs.sums is not None
-            sums = self.outputs.sums.at[self.list_number, number]
+            sums = self.outputs.sums.at[self.list_number, group]
         assert self.inputs.factor is not None
         indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0, column0)
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
 
-    def write(self, sums: tuple[jax.Array, ...], share: Share) -> None:
+    def write(self, sums: tuple[jax.Array, ...], group: Scalar | int) -> None:
         """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype; for SCATTER adds those of
         a diagonal to the array instead, or nothing if the list is empty. Called once, after the last visit, unless
         `scatters_each_tile`.
 
         sums    of the warpgroup, as `CaptureKernel.add` makes them
-        share   what the warpgroup has of the tile, and writes
+        group   number of the warpgroup, whose queries these are
         """
-        kernel, shape, group = self.kernel, self.kernel.shape, share.group
+        kernel, shape = self.kernel, self.kernel.shape
         if kernel.sums_over_keys:
             assert self.outputs.sums is not None
-            part = 0 if share.part is None else share.part
-            out = self.outputs.sums.at[self.list_number, part, pl.ds(group * ROWS, ROWS)]
+            out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS)]
             out[...] = thread_tiles.sum_lanes(sums[0], self.interpret).astype(kernel.dtype)
             return
-        for part, total in zip(kernel.parts_of(share), sums, strict=True):
+        for part, total in enumerate(sums):
             keys = pl.ds(part * kernel.part_keys, kernel.part_keys)
             if kernel.sink is Sink.SCATTER:
 
                 @when(self.steps > 0)
-                def scatter_part(part: Scalar | int = part, total: jax.Array = total) -> None:
+                def scatter_part(part: int = part, total: jax.Array = total) -> None:
                     """Adds the sums of part number `part` of the diagonal's tiles, `total`, to the elements that the
                     load reads; called in a branch where the list has visits.
                     """
@@ -525,7 +491,7 @@ class ListCta:
                     else:
                         _, _, q0, kv0 = kernel.corner(self.visit(0))
                     b, h = kernel.head(self.inputs.lists.head[self.list_number])
-                    self.scatter(b, h, q0 + group * ROWS, kv0 + part * kernel.part_keys, total, share.number)
+                    self.scatter(b, h, q0 + group * ROWS, kv0 + part * kernel.part_keys, total, group)
 
                 continue
             assert self.outputs.sums is not None
@@ -564,66 +530,65 @@ class _Cta(TileCta):
 
     @property
     def writes(self) -> Scalar | bool:
-        """Whether this CTA writes to global memory what both CTAs of a cluster have computed: it guards the sums, the atomic additions of
-        SCATTER and their zeroing. True, a Python bool, where a CTA has all columns; in a cluster a traced bool scalar, True in the first
-        CTA and False in the second.
+        """Whether this CTA writes to global memory what both CTAs of a cluster have computed: it guards the sums, the atomic
+        additions of SCATTER and their zeroing. True, a Python bool, where a CTA has all columns; in a cluster a traced bool scalar,
+        True in the first CTA and False in the second.
         """
         return partial_sums.first_cta(self.scratch.exchange)
 
     # ------------------------------------------------------------- computing warpgroups
 
-    def compute(self, share: Share) -> None:
-        """What a computing warpgroup does: in every visit of the list it computes g of its `share` of the tile, and does with g what `Sink` says. In a cluster both CTAs compute, and only the first writes.
+    def compute(self, group: Scalar) -> None:
+        """What computing warpgroup `group` does: in every visit of the list it computes g of its queries and all keys of the
+        tile, and does with g what `Sink` says. In a cluster both CTAs compute, and only the first writes.
 
-        With two or four computing warpgroups it raises its register limit. For SCATTER in the simulator it first zeroes its
-        array. Sums in registers are written after the last visit, zeros for an empty list. SCATTER that keeps no sums
-        in registers (`scatters_each_tile`) adds to the array in each visit instead.
+        With two computing warpgroups it raises its register limit. For SCATTER in the simulator it first zeroes its array. Sums in
+        registers are written after the last visit, zeros for an empty list. SCATTER that keeps no sums in registers
+        (`scatters_each_tile`) adds to the array in each visit instead.
         """
         kernel = self.kernel
-        common.raise_register_limit(kernel.groups * kernel.key_groups)
-        when(self.writes)(functools.partial(self.list.clear, share.number))
+        common.raise_register_limit(kernel.groups)
+        when(self.writes)(functools.partial(self.list.clear, group))
         first = self.list.visit(0)
-        statistics = self.list.statistics(first, share.group)
-        begin = Carry(kernel.zero_sums(share), first, self.list.visit(1), statistics)
-        found = lax.fori_loop(0, self.list.steps, functools.partial(self.step, share=share), begin)
+        statistics = self.list.statistics(first, group)
+        begin = Carry(kernel.zero_sums(), first, self.list.visit(1), statistics)
+        found = lax.fori_loop(0, self.list.steps, functools.partial(self.step, group=group), begin)
         if not kernel.scatters_each_tile:
-            when(self.writes)(functools.partial(self.list.write, found.sums, share))
+            when(self.writes)(functools.partial(self.list.write, found.sums, group))
 
-    def step(self, i: Scalar, carry: "Carry", share: Share) -> "Carry":
-        """Makes the i-th visit: computes g of all parts of the tile that the warpgroup has, and adds it to the sums in registers (|g| for
-        MAGNITUDES) or, for SCATTER without such sums, to the array. It waits for the tiles and frees their slots.
+    def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
+        """Makes the i-th visit: computes g of all parts of the tile, and adds it to the sums in registers (|g| for MAGNITUDES) or,
+        for SCATTER without such sums, to the array. It waits for the tiles and frees their slots.
 
         carry   of visit i; that of visit i + 1 is returned
-        share   what the warpgroup has of the tile
+        group   number of the warpgroup
 
         To hide latency it starts to read the coordinates of visit i + 2 and the row statistics of visit i + 1.
         """
-        kernel, rings, scratch, group = self.kernel, self.rings, self.scratch, share.group
+        kernel, rings, scratch = self.kernel, self.rings, self.scratch
         sums, now, upcoming, (lse2, delta) = carry
-        later, upcoming_statistics = (
-            self.list.visit(i + 2),
-            self.list.statistics(upcoming, group),
-        )  # loads for the next steps, issued early
+        # loads for the next steps, issued early
+        later, upcoming_statistics = self.list.visit(i + 2), self.list.statistics(upcoming, group)
         b, h, q0, kv0 = kernel.corner(now)
         masked = (now.code & 1) == 1
         rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.list.inputs.captures)
         q_slot = common.slot_of(i, rings.queries)
         here = pl.ds(common.not_hoisted(jnp.asarray(group, jnp.int32), self.interpret) * ROWS, ROWS)
-        for n, part in enumerate(kernel.parts_of(share)):
+        for part in range(kernel.parts):
             number = i * kernel.parts + part
             k_slot = common.not_hoisted(common.slot_of(number, rings.keys), self.interpret)
             tile = rows.at_columns(kv0 + part * ROWS, masked)
-            if n == 0:
+            if part == 0:
                 plgpu.barrier_wait(scratch.query_full.at[q_slot])
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
-            own = OwnTile(q_slot, k_slot, here, part, lse2, delta, share.number)
+            own = OwnTile(q_slot, k_slot, here, part, lse2, delta, group)
             cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
             g = Cotangent(*self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS)))
             if kernel.scatters_each_tile:
                 place = b, h, q0 + group * ROWS, kv0 + part * ROWS
-                when(self.writes)(functools.partial(self.list.scatter, *place, g.whole, share.number))
+                when(self.writes)(functools.partial(self.list.scatter, *place, g.whole, group))
                 continue
-            sums = kernel.add(sums, n, g)
+            sums = kernel.add(sums, part, g)
             if not self.interpret:  # the next part must not start earlier: too few registers
                 sums = lax.optimization_barrier(sums)
         self.products.release(scratch.query_free.at[q_slot])
@@ -646,7 +611,7 @@ class _Cta(TileCta):
         if math.starts_at_minus_delta:
             products.start(dp_acc, -math.broadcast(partial_sums.in_first_cta(scratch.exchange, own.delta), "q"))
         products.add(dp_acc, rows_of(scratch.d_out), keys_of(scratch.value), b_t=True)
-        sums = PartialSums(scratch.exchange, own.number, self.interpret)
+        sums = PartialSums(scratch.exchange, own.group, self.interpret)
         s = sums.total(products.read(s_acc, 1), 0)  # two exchanges a part
         if self.staging is not None and scratch.staged is not None:
             keys = pl.ds(own.part * ROWS, ROWS)
@@ -667,7 +632,7 @@ class _Cta(TileCta):
         and waits until all of it was read.
         """
         kernel = self.kernel
-        common.lower_register_limit(kernel.groups * kernel.key_groups)
+        common.lower_register_limit(kernel.groups)
         lax.fori_loop(0, self.list.steps, self.copy_visit, (self.list.visit(0), self.list.visit(1)))
         common.wait_until_read(self.list.steps, (self.scratch.query_free, self.rings.queries))
         common.wait_until_read(self.list.steps * kernel.parts, (self.scratch.key_free, self.rings.keys))
@@ -723,16 +688,16 @@ class OwnTile(typing.NamedTuple):
     rows             the warpgroup's rows in the slot of Q
     part             number of the part
     lse2, delta      [ROWS] float32, row statistics
-    number           of the warpgroup
+    group            number of the warpgroup
     """
 
     q_slot: Scalar
     k_slot: Scalar
     rows: slice | pl.Slice
-    part: Scalar | int
+    part: int
     lse2: jax.Array
     delta: jax.Array
-    number: Scalar | int
+    group: Scalar
 
 
 def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:

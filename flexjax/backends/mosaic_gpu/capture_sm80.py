@@ -1,8 +1,8 @@
 """The kernel of capture_kernel.py by mma.sync: the gradient of one captured array, summed over lists of tiles.
 
-A CTA has one or two warpgroups of 64 queries each and no copying warpgroup. Of each visited tile it copies Q and dO to a slot, and K and V in
-parts of `CaptureKernel.part_keys` keys to slots of their own; while one part is computed, the next is copied where there are two
-slots. What happens with g says `ListCta`, which both families share.
+A CTA has one or two warpgroups of 64 queries each and no copying warpgroup. Of each visited tile it copies Q and dO to a slot, and
+K and V in parts of `CaptureKernel.part_keys` keys to slots of their own; while one part is computed, the next is copied where there
+are two slots. What happens with g says `ListCta`, which both families share.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from flexjax.backends.mosaic_gpu.capture_kernel import (
     Inputs,
     ListCta,
     Outputs,
-    Share,
     Visit,
 )
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, MmaScratch, MmaSlots
@@ -102,10 +101,10 @@ class _Cta:
             self.fetch_keys(first, 0, jnp.int32(0))
 
         self.copies.commit()
-        carry = Carry(kernel.zero_sums(Share(group, group)), first, second, self.list.statistics(first, group))
+        carry = Carry(kernel.zero_sums(), first, second, self.list.statistics(first, group))
         found = lax.fori_loop(0, self.list.steps, self.step, carry)
         if not kernel.scatters_each_tile:
-            self.list.write(found.sums, Share(group, group))
+            self.list.write(found.sums, group)
 
     def step(self, i: Scalar, carry: Carry) -> Carry:
         """Makes the i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER

@@ -113,7 +113,6 @@ def capture_scratch(
     parts: int = 1,
     ctas: int = 1,
     interpret: bool = False,
-    key_groups: int = 1,
 ) -> Scratch[Description]:
     """The shared memory of a CTA of the kernel for Hopper.
 
@@ -125,7 +124,6 @@ def capture_scratch(
     parts          of an operand (float_parts.py)
     ctas           that share the columns (columns.py)
     interpret      whether the kernel runs in the simulator
-    key_groups     computing warpgroups that share a group of queries, each with a part of the keys
 
     Barriers of full slots expect one arrival for each copy: of each part of two operands, and at `query_full` also of a
     staged tile. Barriers of free slots expect one arrival of each computing warpgroup that reads the slot.
@@ -142,10 +140,10 @@ def capture_scratch(
         d_out=SwizzledTiles((rings.queries * parts, tile, value_dim), dtype),
         query_full=Barriers(rings.queries, 2 * parts + (0 if staged is None else 1)),
         key_full=Barriers(rings.keys, 2 * parts),
-        query_free=Barriers(rings.queries, groups * key_groups),
+        query_free=Barriers(rings.queries, groups),
         key_free=Barriers(rings.keys, groups),
         staged=staged,
-        exchange=exchange_scratch(ctas, groups * key_groups, (ROWS, ROWS), interpret),
+        exchange=exchange_scratch(ctas, groups, (ROWS, ROWS), interpret),
     )
 
 
@@ -156,7 +154,6 @@ def ring_depths(
     staged_dtype: str | None,
     parts: int = 1,
     ctas: int = 1,
-    key_groups: int = 1,
 ) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
     smallest, without staging.
@@ -167,7 +164,6 @@ def ring_depths(
     staged_dtype   of the array to stage, None without one
     parts          of an operand (float_parts.py)
     ctas           that share the columns (columns.py)
-    key_groups     computing warpgroups that share a group of queries
 
     Tried in this order: two slots of Q and dO with 2 * groups, then with groups slots of keys; one with groups.
     """
@@ -176,9 +172,7 @@ def ring_depths(
         for staged in ((False,) if staged_dtype is None else (True, False))
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
-    scratch = lambda rings: capture_scratch(
-        groups, rings, dims, dtype, staged_dtype, parts, ctas, key_groups=key_groups
-    )
+    scratch = lambda rings: capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas)
     fit = (rings for rings in choices if fits(scratch(rings)))
     return next(fit, choices[-1])
 

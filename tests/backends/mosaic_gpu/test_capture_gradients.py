@@ -204,17 +204,6 @@ def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert sinks == [*measured, (capture_kernel.Sink.SCATTER, kind)]
 
 
-@pytest.mark.parametrize("kind", [ir.SCALAR, ir.DIAGONAL])
-def test_warpgroups_that_share_queries(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_kernel, "KEY_GROUPS", True)
-    score, captured = {
-        ir.SCALAR: (lambda c, s, b, h, q, k: s * c[0][h], (normal(2),)),
-        ir.DIAGONAL: (lambda c, s, b, h, q, k: s + c[0][h, q - k + 256], (normal(2, 512),)),
-    }[kind]
-    made = backward_problem(score=score, captured=captured, mask=lambda b, h, q, k: q >= k, heads=2)
-    assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
-
-
 def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_gradients, "_period", lambda *_: 2)
     case = {**BY_PLACES["2-D table, tiles of a diagonal"], "q_len": 192, "kv_len": 192}
