@@ -58,6 +58,7 @@ from flexjax.backends.mosaic_gpu.capture_scatter import (
     positions_differ_by_entry,
 )
 from flexjax.backends.mosaic_gpu.capture_sm80 import launch_mma
+from flexjax.backends.mosaic_gpu.capture_sm90 import launch_hopper
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, fits_one_slot, warpgroups_for
 from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
@@ -291,8 +292,8 @@ def _run(
     tokens, lists, captures   what the kernel reads
     total                     for SCATTER alone: a bound from above of the sum of all |g|
     """
-    execute = kernel.launch_hopper if kernel.card is None else functools.partial(launch_mma, kernel, kernel.card)
-    return kernel.run(execute, tokens, lists, captures, total)
+    launch = launch_hopper if kernel.card is None else functools.partial(launch_mma, card=kernel.card)
+    return kernel.run(functools.partial(launch, kernel), tokens, lists, captures, total)
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:

@@ -32,13 +32,13 @@ from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.backends.mosaic_gpu.sm80_products import product_transposed
 
 
-def launch_mma(kernel: CaptureKernel, card: Card, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
+def launch_mma(kernel: CaptureKernel, inputs: Inputs[jax.Array], card: Card) -> Outputs[jax.Array]:
     """Launches the kernel of a card with one CTA for each list, the longest lists first; returns what it wrote:
     `Outputs.sums`, None for SCATTER on the device, which adds to `inputs.words`.
 
     kernel   what is known at compile time: the load, the shape of the lists, the sink
-    card     whose mma.sync kernel runs: it says how tiles are copied and how many slots fit
     inputs   the operands
+    card     whose mma.sync kernel runs: it says how tiles are copied and how many slots fit
     """
     plan, groups = kernel.plan, kernel.groups
     slots = capture_tiles.mma_slots(plan, card)

@@ -1,5 +1,5 @@
 """Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py), for
-Hopper and for mma.sync.
+Hopper (capture_sm90.py) and for mma.sync (capture_sm80.py).
 
 A tile of scores has 64 or 128 queries and as many keys; a computing warpgroup has ROWS of the queries, and keys come
 in slots of ROWS, on mma.sync of `keys_of_part`. A *ring* is a buffer in shared memory with several slots, filled by a
