@@ -8,7 +8,8 @@ tensor memory (backward_sm100_issue.py); two more compute P and dS, each of one 
 from where they are multiplied. The query heads that share a key head are visited one after another into the same sums.
 
 No CTA waits for another one but the other of its pair, and the products are issued in one order, so results are the same bits each time.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which all families share.
+The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+all families share.
 backward_sm80.py runs the kernel twice; row statistics and gradients of captured arrays come from the kernels that it has on every card.
 """
 

@@ -8,8 +8,8 @@ group free and gives the sum one order. Where the accumulators do not fit (`Tile
 once for dK.
 
 Each warpgroup has `rows` keys of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
-The formulas are at the top of
-backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which both families share.
+The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+both families share.
 """
 
 import dataclasses

@@ -3,9 +3,9 @@
     S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
 
 Each warpgroup has `rows` queries of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
-The formulas are at the top of
-backward_sm90_common.py, P and dS of a tile in backward_tile_math.py, which both families share. A *direct gradient* is the gradient of
-a captured array with an element for each (query, key), which this kernel writes itself (pair_bias.py).
+The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+both families share. A *direct gradient* is the gradient of a captured array with an element for each (query, key), which this kernel
+writes itself (pair_bias.py).
 """
 
 import dataclasses

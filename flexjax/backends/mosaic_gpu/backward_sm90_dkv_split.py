@@ -25,8 +25,9 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
+from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.columns import ctas_of

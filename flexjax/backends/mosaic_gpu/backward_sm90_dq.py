@@ -28,8 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
+from flexjax.backends.mosaic_gpu.backward_probabilities import WeightReference
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOutputs, Inputs
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath, WeightReference
+from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts

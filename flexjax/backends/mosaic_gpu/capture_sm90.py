@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory, partial_sums
-from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileCta
+from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_kernel import (
     CaptureKernel,
