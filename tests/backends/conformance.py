@@ -330,7 +330,7 @@ class TransformationConformance(_MayJit):
         large_scores.check(self.implementation, precise, sinks, gated)
 
     @pytest.mark.parametrize(
-        "mod", ["slope", "table", *(pytest.param(mod, marks=pytest.mark.slow) for mod in ("pair", "dropout"))]
+        "mod", ["slope", "table", *(pytest.param(mod, marks=pytest.mark.slow) for mod in ("pair", "dropout", "linear"))]
     )
     def test_gradients_of_captures_are_exact(self, mod: str):
         exact_captures.check(self.implementation, mod, self._jit)

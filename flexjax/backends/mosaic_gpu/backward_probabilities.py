@@ -18,9 +18,8 @@ from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E, static_reference
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.backends.mosaic_gpu.thread_tiles import rounded_up, whole_power
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan
 
 
@@ -28,21 +27,19 @@ class WeightReference(typing.NamedTuple):
     """What exponentials are relative to, [rows] each, so that they are the weights of the forward kernel up to a whole power of two.
 
     lse2    takes the place of lse2
-    scale   from 1 to 2: the exponentials times it are the probabilities
+    scale   about 1 to 2: the exponentials times it are the probabilities
     """
 
     lse2: jax.Array
     scale: jax.Array
 
 
-def weight_reference(plan: KernelPlan, score: TileProgram | None, lse2: jax.Array) -> WeightReference:
+def weight_reference(plan: KernelPlan, lse2: jax.Array) -> WeightReference:
     """The reference of the exponentials of some rows, whose weights both passes round alike.
 
-    score   the derivative program of score_mod with its row vectors computed; None without a score_mod
-    lse2    of row_statistics.py, [rows] (lse where scores may be large); where it is +inf the reference is too
+    lse2   of row_statistics.py, [rows] (lse where scores may be large); where it is +inf the reference is too
 
-    The reference is lse2 rounded up to an integer, so the scale is from 1 to 2. The forward kernel's reference does not include
-    `row_term`, unless its reference is static, so the term is subtracted from lse2 before it is rounded. Where scores may be large, the
+    The reference is lse2 rounded up to an integer, so the scale is from 1 to 2. Where scores may be large, the
     reference is that of a row whose maximum is lse, by the same operations as in the forward kernel: an error of 1e-5 of the
     reference would round an entry in 400 to the other neighbour. lse itself is the reference if it is too large.
     """
@@ -50,11 +47,7 @@ def weight_reference(plan: KernelPlan, score: TileProgram | None, lse2: jax.Arra
         reference = whole_power(lse2, LOG2E)
         above = (reference - lse2) * LOG2E
         return WeightReference(reference, jnp.exp2(jnp.where(jnp.abs(lse2) < jnp.inf, above, 0.0)))
-    power = lse2
-    if static_reference(plan) is None and score is not None:
-        row_term = score.row_term()
-        power = power if row_term is None else power - row_term * LOG2E
-    fraction = tile_math.power_below(power, rounded_up(power))
+    fraction = tile_math.power_below(lse2, rounded_up(lse2))
     return WeightReference(lse2 - fraction, jnp.exp2(-fraction))
 
 
@@ -69,7 +62,7 @@ class Probabilities(typing.NamedTuple):
     rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not
                   round weights alike (`TileMath.rounds_weights`)
     load_finite   for each load whether d mod / d load is known to be finite, also where the mask is off
-    scale         [rows], from 1 to 2, by which p and `rounded` are to be multiplied; None, which stands for 1, where `rounded` is
+    scale         [rows], about 1 to 2, by which p and `rounded` are to be multiplied; None, which stands for 1, where `rounded` is
                   None
     """
 

@@ -117,7 +117,8 @@ class OnlineSoftmax:
 
         With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is
         rescaled, and `row_term` is part of the exponent. Otherwise the reference follows the maximum of the scores
-        without `row_term`, and the exponentials are without it too; `finish` adds it to the reference.
+        without `row_term`, and the exponentials are without it too, or with `whole_powers` without its `_fraction`; `finish` adds what is
+        missing to the reference.
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)
@@ -141,9 +142,20 @@ class OnlineSoftmax:
                 self._row_vector(0.0) + (f32(0) if offset is None else offset), scores.column_slope
             )
             base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
-        p = self._exponentials(scores, log2_factor, base if offset is None else base - offset)
+        shift = base if offset is None else base - offset
+        if scores.row_term is not None and self.whole_powers:
+            shift = shift - self._fraction(scores.row_term)
+        p = self._exponentials(scores, log2_factor, shift)
         total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
+
+    def _fraction(self, row_term: jax.Array) -> jax.Array:
+        """[rows], from -1 to 0: `row_term` * log2(e) less that number rounded up, and 0 where it is infinite or NaN. With `whole_powers` it is
+        part of the exponent, so that what `finish` adds to the reference is an integer. `row_term` counts from the first row of
+        a tile, and tiles of other kernels begin at other rows: their backward pass could not know which fraction was left out.
+        """
+        power = row_term * f32(LOG2E)
+        return tile_math.power_below(power, thread_tiles.rounded_up(power))
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
         """The exponentials of a tile of large scores, [rows, columns] float32, how to rescale what was summed before,
@@ -261,6 +273,7 @@ class OnlineSoftmax:
             off = (row_term == f32(-math.inf)) | (total == f32(0))
             total = jnp.where(off, f32(0), total + f32(0) * row_term)
             top = top + row_term * f32(LOG2E)
+            top = top - self._fraction(row_term) if self.whole_powers else top
         return jnp.where(total == f32(0), f32(-math.inf), top), total
 
     def to_reference(self, score: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """The suite of every backend, on the kernels in the simulator of GPUs."""
 
 import functools
+import typing
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from tests.backends.conformance import TableConformance, TransformationConformance
-from tests.cases import Case
+from tests.cases import Case, exact_captures
 
 
 class Simulated:
@@ -53,6 +54,25 @@ class TestTcgen05Table(TestMmaTable):
     options = flexjax.KernelOptions(interpret=True, instruction="tcgen05")
     everyday = frozenset()
     everyday_forward = frozenset({"shifted_column_bias"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instruction", ["mma", "tcgen05"])
+@pytest.mark.parametrize("mod", ["slope", "linear"])
+def test_gradients_of_captures_are_exact(
+    instruction: typing.Literal["mma", "tcgen05"], mod: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward tiles of these families have more rows than those of the backward pass."""
+    attend = flexjax.flex_attention
+    options = flexjax.KernelOptions(interpret=True, instruction=instruction)
+
+    def simulated(*arrays: typing.Any, implementation: typing.Any, **words: typing.Any) -> typing.Any:
+        if implementation == "mosaic_gpu":
+            words["kernel_options"] = options
+        return attend(*arrays, implementation=implementation, **words)
+
+    monkeypatch.setattr(flexjax, "flex_attention", simulated)
+    exact_captures.check("mosaic_gpu", mod, lambda function: function)
 
 
 @pytest.mark.slow
