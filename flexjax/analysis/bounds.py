@@ -8,6 +8,7 @@ Ranges are computed for float32 values only. Integers have the ranges of the tra
 floats and integers cast from floats have none. An end past the largest float32 is infinite.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -48,32 +49,33 @@ def bounds(program: Program) -> tuple[Range, ...]:
 
 FINITE = ("convert_element_type", "add", "sub", "mul", "neg", "abs", "max", "min")
 """Operations of float32 whose result is no NaN if no operand is NaN or infinite."""
-FAR_FROM_INFINITE = 1e30
-"""A range within this is finite also in the part of a tile that hangs over the end of the attention matrix, where positions are larger."""
+SURELY_FINITE = 1e30
+"""The magnitude up to which `finite_results` calls a float32 finite: whatever rounding adds, it stays below the largest float32."""
 
 
-def always_finite(program: Program, result: Atom) -> bool:
-    """Whether a result of the program is finite for every query and key, whatever the score and the captured arrays hold: whether it is
-    computed from literals and integers alone, by operations of FINITE whose ranges lie within FAR_FROM_INFINITE.
+@functools.lru_cache(maxsize=256)
+def finite_results(program: Program) -> tuple[bool, ...]:
+    """For each result of the program whether it is finite for every query and key of the call, whatever the score and the captured arrays
+    hold: whether it is computed from literals and integers alone, by operations of FINITE whose ranges lie within SURELY_FINITE. Positions past
+    the ends of the call may give other values.
     """
-    made = {out.id: step for step in program.steps for out in step.outs}
     known: dict[int, Range] = {}
+    finite: set[int] = set()
 
-    def finite(atom: Atom) -> bool:
-        """Whether an atom is finite as the result is to be; the range of an operation's result is put into `known`."""
+    def is_finite(atom: Atom) -> bool:
+        """Whether an atom is finite: an integer, a finite literal, or the result of an earlier step in `finite`."""
         if atom.dtype.startswith(("int", "uint", "bool")):
             return True
-        if isinstance(atom, Lit):
-            return math.isfinite(float(atom.value))
-        step = made.get(atom.id)
-        if atom.dtype != "float32" or not isinstance(step, Op) or step.prim not in FINITE:
-            return False
-        if not all(map(finite, step.inputs)):
-            return False
-        known[atom.id] = of_op(step.prim, [range_of(a, known) for a in step.inputs])
-        return max(map(abs, known[atom.id])) <= FAR_FROM_INFINITE
+        return math.isfinite(float(atom.value)) if isinstance(atom, Lit) else atom.id in finite
 
-    return finite(result)
+    for step in program.steps:
+        if not isinstance(step, Op) or step.out.dtype != "float32":
+            continue
+        known[step.out.id] = of_op(step.prim, [range_of(a, known) for a in step.inputs])
+        within = max(map(abs, known[step.out.id])) <= SURELY_FINITE
+        if step.prim in FINITE and within and all(map(is_finite, step.inputs)):
+            finite.add(step.out.id)
+    return tuple(map(is_finite, program.results))
 
 
 def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:

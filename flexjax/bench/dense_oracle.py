@@ -72,11 +72,13 @@ class Dense:
 Round = Callable[[Array], Array]
 
 
-def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
+def attention(problem: Dense, rounded: Round = lambda x: x, alike: bool = False) -> Results:
     """The Results of a problem: output, lse and all gradients of sum(out * d_out) + sum(lse * d_lse over finite lse), in float64 by the
     formulas at the top of this file. dsinks and dlearned are there only with sinks and with a score function that reads an array.
 
     rounded   applied to what kernels round: probabilities, dS, out, dq, dk and dv
+    alike     whether dlearned takes the rounded probabilities where they multiply d_probs, as the kernels have it for bfloat16
+              (KernelPlan.rounds_weights_alike): its sums along a row stay exact, and its elements do not
     """
     q, d_out = problem.q, problem.d_out
     B, N, T, D = q.shape
@@ -120,8 +122,8 @@ def attention(problem: Dense, rounded: Round = lambda x: x) -> Results:
         p_sink = np.where(exists, np.exp(sinks - shift) * over, 0.0)
         results["dsinks"] = (-p_sink * delta).sum(axis=(0, 2))
     if modified.pullback is not None:
-        # as the kernels have it (KernelPlan.rounds_weights_alike), so that sums along a row stay exact and elements do not
-        results["dlearned"] = modified.pullback(np.where(visible, kept * d_probs - probs * delta[..., None], 0.0))
+        d_learned = (kept if alike else probs) * d_probs - probs * delta[..., None]
+        results["dlearned"] = modified.pullback(np.where(visible, d_learned, 0.0))
     return results
 
 
@@ -155,7 +157,7 @@ def with_rounding(problem: Dense, dtype: str, seed: int = 0) -> Rounding:
     for draw in range(DRAWS):
         rng = np.random.default_rng((seed, draw))
         rounded = lambda x, rng=rng: x * (1.0 + 0.5 * step * rng.uniform(-1.0, 1.0, x.shape))
-        for name, x in attention(problem, rounded).items():
+        for name, x in attention(problem, rounded, dtype == "bfloat16").items():
             live = np.isfinite(exact[name])
             gap = np.abs(np.where(live, x, 0.0) - np.where(live, exact[name], 0.0))
             noise[name] = max(noise[name], float(gap.max(initial=0.0)))

@@ -212,9 +212,8 @@ def table_of(
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
         tables.append(starts.reshape(-1, 1))
     if at_end and "key" in zero and tables[0].shape[0] > 1:
-        tables[1] = jnp.minimum(
-            tables[0], 0
-        )  # zeros, which XLA writes in the kernel that computes the positions of queries
+        # 0, because positions of queries are not negative: XLA computes it in the kernel that computes these
+        tables[1] = jnp.minimum(tables[0], 0)
     runs = [max(length, 1) for length in lengths]
     return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=start, head=head)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.analysis.bounds import always_finite
+from flexjax.analysis.bounds import finite_results
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_probabilities import Probabilities, WeightReference, weight_reference
@@ -130,11 +130,13 @@ class TileMath:
 
     @functools.cached_property
     def loads_finite(self) -> tuple[bool, ...]:
-        """For each load that was asked for, whether d mod / d load is known to be finite (`always_finite`)."""
+        """For each load that was asked for, whether d mod / d load is known to be finite in all entries of all tiles: what
+        `finite_results` says of positions that exist, if tiles have no others.
+        """
         if self.derivative is None:
             return ()
-        results = (self.derivative.results[2 + i] for i in (*self.loads_only, *self.loads_too))
-        return tuple(always_finite(self.derivative, result) for result in results)
+        finite = finite_results(self.derivative)
+        return tuple(finite[2 + i] and not self.overhangs for i in (*self.loads_only, *self.loads_too))
 
     @property
     def evaluated(self) -> tuple[int, ...]:
@@ -223,7 +225,7 @@ class RowMath:
         if not math.rounds_weights:
             return None
         assert math.row_axis == "q"
-        return weight_reference(math.plan, self.score, lse2)
+        return weight_reference(math.plan, lse2)
 
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
         """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts their loads.

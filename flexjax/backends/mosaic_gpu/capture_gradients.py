@@ -69,7 +69,7 @@ from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 LISTS_AT_ONCE = 4096
-"""The most lists in one run of the kernel, whose tiles of sums take 256 MiB; more lists are split over several runs."""
+"""The most lists in one run of the kernel: their tiles of sums, where it writes tiles, take 256 MiB. More lists are split over several runs."""
 
 
 def capture_gradients(

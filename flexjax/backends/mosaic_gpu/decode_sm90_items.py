@@ -121,8 +121,8 @@ class DecodeItems:
 
     @property
     def stored_keys(self) -> int:
-        """The keys of the plan, rounded up to the `copy_rows` of the tile: where the last tile ends. Copies give zeros for those that the
-        array does not have.
+        """The keys of the plan, rounded up to the `copy_rows` of the tile: where the last tile ends. The array has as many
+        rows, or with decode_tiles.CLIPS_ROWS those of the plan, and copies give zeros for the others.
         """
         return round_up(self.plan.kv_len, self.tile.copy_rows)
 

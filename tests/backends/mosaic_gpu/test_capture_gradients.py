@@ -12,6 +12,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
+import flexjax
 from flexjax.backends.mosaic_gpu import (
     backward_sm90_common,
     capture_gradients,
@@ -329,3 +330,22 @@ def test_shift_invariance(name: str) -> None:
     values = np.asarray(index(i, j))
     for n in known:
         np.testing.assert_array_equal(values[n:, n:], values[:-n, :-n])
+
+
+def test_a_derivative_that_overflows_past_the_last_query() -> None:
+    """x is finite for both queries, and infinite for those that the tile has beyond them, whose probability is 0."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((1, n, 1, 64)), jnp.bfloat16) for n in (2, 70, 70)]
+
+    def loss(gain: jax.Array) -> jax.Array:
+        def mod(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+            x = q.astype(jnp.float32)
+            for _ in range(5):
+                x = x * x
+            return s + gain[h] * x
+
+        options = flexjax.KernelOptions(interpret=True)
+        out = flexjax.flex_attention(*arrays, score_mod=mod, implementation="mosaic_gpu", kernel_options=options)
+        return out.astype(jnp.float32).sum()
+
+    assert np.isfinite(jax.grad(loss)(jnp.ones(1))).all()

@@ -20,7 +20,7 @@ if jax.__version_info__ < (0, 11):
 from jax.experimental.mosaic import gpu as mgpu
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import arith, func
 
 import flexjax
 from flexjax.backends.mosaic_gpu import decode_tiles
@@ -49,13 +49,20 @@ def number_of(value: typing.Any, turn: int) -> int:
     return rules[operation.name](left, right)
 
 
-def branch_of(block: typing.Any) -> int | None:
-    """The number of the branch in which a copy was emitted in `block`; None outside of branches."""
+COMPARISONS = {"sle": operator.le, "slt": operator.lt, "sge": operator.ge, "sgt": operator.gt}
+"""Predicates of arith.cmpi by name."""
+
+
+def is_taken(block: typing.Any) -> bool:
+    """Whether a copy that was emitted in `block` is executed: its branch is that of the condition, of constants, or it is in none."""
     while (parent := block.owner.operation).name != "func.func":
         if parent.name == "scf.if":
-            return [region.blocks[0] == block for region in parent.regions].index(True)
+            condition = parent.operands[0].owner.operation
+            predicate = arith.CmpIPredicate(ir.IntegerAttr(condition.attributes["predicate"]).value)
+            holds = COMPARISONS[predicate.name](*(number_of(x, 0) for x in condition.operands))
+            return parent.regions[0 if holds else 1].blocks[0] == block
         block = parent.block
-    return None
+    return True
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
@@ -80,8 +87,7 @@ def test_tiles_and_zeros(length: int, rows: int, start: int, layout: str) -> Non
             def body(source: ir.Value, target: ir.Value, barrier: ir.Value) -> None:
                 def record(**given: typing.Any) -> None:
                     """Executes the copy if it is emitted in the branch that is taken, once for each turn of a loop."""
-                    branch = branch_of(typing.cast(typing.Any, ir.InsertionPoint.current).block)
-                    if branch is None or branch == (start > length // 8 * 8 - rows):
+                    if is_taken(typing.cast(typing.Any, ir.InsertionPoint.current).block):
                         pieces = (rows // 8) if len(given["gmem_transform"]) == 2 else 1
                         for turn in range(pieces):
                             execute(array, slot, given, turn)
@@ -102,8 +108,8 @@ def test_tiles_and_zeros(length: int, rows: int, start: int, layout: str) -> Non
 
 
 def execute(array: np.ndarray, slot: np.ndarray, given: dict[str, typing.Any], turn: int) -> None:
-    """One copy, in a loop that number `turn`: as Mosaic does, the indexed dimensions go to the front, then the transforms give TMA's array, its box and its index; the box
-    is written in row-major order, with 0 past the ends.
+    """One copy, in a loop that number `turn`: as Mosaic does, the indexed dimensions go to the front, then the transforms give TMA's array,
+    its box and its index; the box is written in row-major order, with 0 past the ends.
     """
     base, sizes, squeezed = mgpu.utils.parse_indices(given["gmem_slice"], array.shape, check_oob=False)
     front = [d for d, one in enumerate(squeezed) if one]

@@ -68,7 +68,6 @@ TO_TIME: dict[str, tuple[bool, dict[str, typing.Any]]] = {
     "late, grouped": (True, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
     "in step": (False, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
     "in step, full": (False, {"heads": 4, "kv_heads": 2, "q_len": 256, "kv_len": 384}),
-    "any order": (False, {"mask": near_causal, "q_len": 512, "kv_len": 512}),
 }
 
 
@@ -77,10 +76,13 @@ TO_TIME: dict[str, tuple[bool, dict[str, typing.Any]]] = {
 def test_choices_to_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 64 queries at head dim 128 with all choices that are off until they are timed."""
     deterministic, case = TO_TIME[name]
+    orders, order_for = [], dq_order.order_for
+    monkeypatch.setattr(dq_order, "order_for", lambda *given: orders.append(order_for(*given)) or orders[-1])
     monkeypatch.setattr(dq_order, "LATE_IN_ORDER", {"ahead", "downward", "full"})
-    monkeypatch.setattr(dq_order, "GROUPED_HEADS", 1)
     monkeypatch.setattr(backward_fused_tiles, "GROUPED_IN_STEP", True)
     check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, **case})
+    assert bool(orders) == deterministic
+    assert not any(order.waits for order in orders)
 
 
 @ENOUGH_THREADS
