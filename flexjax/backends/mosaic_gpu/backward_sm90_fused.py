@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu import atomic_counter, branch, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
@@ -245,39 +245,66 @@ class _Cta:
         self.rings.drain(setup.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
-        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
-        limit, and waits at the end until its additions are done.
+        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register limit, and waits at
+        the end until its additions are done.
+
+        In a fixed order an addition takes longer than a visit: the wait for the ticket, the addition, its end and the signal come one after
+        the other, each a way to the L2 cache and back. So each slot has a warp of its own, and the additions of consecutive tiles overlap.
+        """
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        own, setup = self.claim(), self.setup
+        if setup.order is None or setup.simulated:
+            self.add_tiles(own, None)
+            return
+
+        def one_warp(warp: Scalar) -> None:
+            """Adds the tiles of slot `warp`, the number of the calling warp in its warpgroup; nothing where no slot has that number."""
+            with branch.one_warp():
+                when(warp < setup.tiles.dq_slots)(lambda: self.add_tiles(own, warp))
+
+        plgpu.warp_map(one_warp)
+
+    def add_tiles(self, own: OwnKeys, warp: Scalar | None) -> None:
+        """Adds dQ tiles to memory and frees their slots, in the calling warp or warpgroup; returns once they are added.
+
+        own    what the CTA owns
+        warp   the slot whose tiles the calling warp adds; None: the calling warpgroup adds all tiles
 
         Where dQ is late, tile n + 1 is dQ of visit n. Tile 0 belongs to no visit, so its numbers are dropped. All slots
         are freed at the start, because the computing warpgroups then wait for a free slot before every tile.
         """
-        setup, scratch = self.setup, self.scratch
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        own = self.claim()
+        setup, scratch, slots = self.setup, self.scratch, self.setup.tiles.dq_slots
+        mine = lambda slot: True if warp is None else slot == warp
         if setup.dq_is_late:
-            for slot in range(setup.tiles.dq_slots):
-                plgpu.barrier_arrive(scratch.dq_free.at[slot])
-            plgpu.barrier_wait(scratch.dq_full.at[0])  # tile 0 belongs to no visit: it is dropped
-            plgpu.barrier_arrive(scratch.dq_free.at[0])
+
+            def drop_first() -> None:
+                """Frees slot 0 once tile 0 is there."""
+                plgpu.barrier_wait(scratch.dq_full.at[0])
+                plgpu.barrier_arrive(scratch.dq_free.at[0])
+
+            for slot in range(slots):
+                when(mine(slot))(functools.partial(plgpu.barrier_arrive, scratch.dq_free.at[slot]))
+            when(mine(0))(drop_first)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
             """Adds the dQ tile of one visit to query tile `q_tile` of head `h` in memory (`add_dq_tile`), as
             `FusedVisits.each` calls it. The tile is in the slot of the running number `number` or, where dQ is late, of
             the next one; `masked` is not read.
             """
-            self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
+            slot = common.slot_of(number + int(setup.dq_is_late), slots)
+            when(mine(slot))(lambda: self.add_dq_tile(own, h, q_tile, slot))
 
         setup.visits.each(self.inputs.visits, own, lambda h: None, step)
         if not setup.simulated:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds one dQ tile to memory, in the adding warpgroup: waits until slot `slot` is full, adds the tile to query tile
-        `q_tile` of head h, and frees the slot.
+        """Adds one dQ tile to memory, in the adding warpgroup or, in a fixed order, in one of its warps: waits until slot `slot` is full,
+        adds the tile to query tile `q_tile` of head h, and frees the slot.
 
         own   what the CTA owns; the tile is added to partial sum rank % sums of the head
 
-        In any order TMA adds the tile at once. In a fixed order the warpgroup waits until as many CTAs as its ticket says
+        In any order TMA adds the tile at once. In a fixed order the warp waits until as many CTAs as its ticket says
         have added to the query tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket comes from
         `visits.tickets`; without a block mask these are None and the ticket is rank // sums, because every key tile visits
         all queries. The simulator adds at once in either case, and counts nothing.
