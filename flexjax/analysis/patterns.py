@@ -39,20 +39,7 @@ def is_causal_like(program: Program) -> bool:
     hide early keys, or a conjunction of comparisons give False. Terms of b and h do not count.
     """
     (result,) = program.results
-    return _sees_more_later(next((s for s in program.steps if result in s.outs), None))
-
-
-def hides_later_keys(program: Program) -> bool:
-    """Whether a conjunct of a mask program is a comparison as in `is_causal_like`: a last key that the mask may show grows with the query,
-    so that the first query that may see a key grows with the key. True for causal masks, windows that reach forward by a constant or not at
-    all, and conjunctions of these with other masks, such as causal documents.
-    """
-    made = {out.id: step for step in program.steps for out in step.outs}
-    return any(_sees_more_later(made.get(a.id) if isinstance(a, Val) else None) for a in _conjuncts(program, made))
-
-
-def _sees_more_later(step: Step | None) -> bool:
-    """Whether a step is a comparison of affine functions of the indices by which later queries see more keys; None gives False."""
+    step = next((s for s in program.steps if result in s.outs), None)
     if not isinstance(step, Op) or step.prim not in ("ge", "gt", "le", "lt"):
         return False
     linears = [a.linear if isinstance(a, Val) else Linear() for a in step.inputs]
@@ -90,19 +77,6 @@ def residue_conjuncts(program: Program) -> tuple[int, tuple[Atom, ...]]:
     the largest. A constant beside q - kv, another remainder than 0, and factors of q and kv do not match.
     """
     made = {out.id: step for step in program.steps for out in step.outs}
-    parts = _conjuncts(program, made)
-    found = [_modulus(atom, made) for atom in parts]
-    m = max(found)
-    if m < 2:
-        return 1, ()
-    return m, tuple(atom for n, atom in enumerate(parts) if n != found.index(m))
-
-
-def _conjuncts(program: Program, made: dict[int, Step]) -> list[Atom]:
-    """The atoms whose conjunction is the result of a mask program, in no particular order; none of them is a conjunction.
-
-    made   the step of each result, by id
-    """
     parts: list[Atom] = []
     rest = list(program.results)
     while rest:
@@ -112,7 +86,11 @@ def _conjuncts(program: Program, made: dict[int, Step]) -> list[Atom]:
             rest += step.inputs
         else:
             parts.append(atom)
-    return parts
+    found = [_modulus(atom, made) for atom in parts]
+    m = max(found)
+    if m < 2:
+        return 1, ()
+    return m, tuple(atom for n, atom in enumerate(parts) if n != found.index(m))
 
 
 def _modulus(atom: Atom, made: dict[int, Step]) -> int:

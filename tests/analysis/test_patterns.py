@@ -71,28 +71,6 @@ def test_is_causal_like(name: str) -> None:
     assert patterns.is_causal_like(mask) is triangle
 
 
-SEEN_LATER: dict[str, tuple[typing.Any, bool]] = {
-    "causal": (masks.causal, True),
-    "window": (masks.sliding_window(16), True),
-    "causal documents": (
-        lambda b, h, q, k: (q >= k) & (jnp.zeros(256, jnp.int32)[q] == jnp.zeros(256, jnp.int32)[k]),
-        True,
-    ),
-    "window to both sides": (lambda b, h, q, k: jnp.abs(q - k) < 16, False),
-    "documents": (lambda b, h, q, k: jnp.zeros(256, jnp.int32)[q] == jnp.zeros(256, jnp.int32)[k], False),
-    "causal or a prefix": (lambda b, h, q, k: (q >= k) | (k < 16), False),
-    "upper": (lambda b, h, q, k: q <= k, False),
-}
-
-
-@pytest.mark.parametrize("name", SEEN_LATER)
-def test_hides_later_keys(name: str) -> None:
-    mask_mod, hides = SEEN_LATER[name]
-    mask = plan(mask_mod=mask_mod).mask
-    assert mask is not None
-    assert patterns.hides_later_keys(mask) is hides
-
-
 STEPS = jnp.arange(2)
 ROWS = jnp.arange(256)
 DIVISIONS: dict[str, tuple[typing.Any, bool]] = {
