@@ -19,7 +19,7 @@ from flexjax import KernelOptions, flex_attention, masks
 from flexjax.backends.mosaic_gpu import backward_fused_tiles
 from flexjax.plan.kernel_plan import KernelPlan
 
-TOLERANCE = 2e-3  # of the norm of a gradient
+TOLERANCE = 4e-3  # of the norm of a gradient; partial dK and dV of grouped heads are rounded once more
 
 
 class Problem(typing.NamedTuple):

@@ -1,4 +1,6 @@
-"""dQ of the fused backward kernel in the layout of the queries: what happens to the dQ tiles after the kernel."""
+"""What happens to the results of the fused backward kernel after it: dQ tiles become dQ in the layout of the queries, and partial dK and
+dV are added where several CTAs share a key tile.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,26 @@ def gather_dq(plan: KernelPlan, sums: int, queries: int, tiles: jax.Array, query
     shape = [plan.batch, 0, 0, parts * total.shape[-1]]
     shape[time], shape[heads] = total.shape[2] * queries, plan.q_heads
     return _with_length(total.transpose(order).reshape(shape), query.shape[time], time)
+
+
+def spread_shape(plan: KernelPlan, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of partial dK or dV: that of the padded keys or values with the key heads of `plan` (`FusedKernel.spread`)."""
+    heads = 2 if plan.layout == "BTNH" else 1
+    return (*shape[:heads], plan.kv_heads, *shape[heads + 1 :])
+
+
+def sum_shares(plan: KernelPlan, x: jax.Array, shares: int) -> jax.Array:
+    """dK or dV from the partial results of the CTAs that share a key tile, adjacent key heads of `plan`; added in float32. Each part was rounded
+    to 16 bits, as gradients of repeated keys are, which adds 1.1e-3 of the parts to the error of a few 1e-3 that dS in 16 bits makes.
+
+    x        [B, S', M * shares, D] or [B, M * shares, S', D]; returned with M heads and in its dtype
+    shares   `FusedKernel.shares`
+    """
+    if shares == 1:
+        return x
+    heads = 2 if plan.layout == "BTNH" else 1
+    parts = x.reshape(*x.shape[:heads], -1, shares, *x.shape[heads + 1 :])
+    return parts.astype(jnp.float32).sum(heads + 1).astype(x.dtype)
 
 
 def _with_length(x: jax.Array, length: int, axis: int) -> jax.Array:

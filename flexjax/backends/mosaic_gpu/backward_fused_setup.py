@@ -13,12 +13,13 @@ from flexjax.plan.kernel_plan import KernelPlan
 class FusedSetup:
     """What is known of the kernel at compile time.
 
-    plan       with extra features joined to the head dim
+    plan       with extra features joined to the head dim, and key heads as in `FusedKernel.spread`
     math       how a tile's P and dS are computed
     tiles      sizes of the kernel
     order      of the additions to dQ, None for any order
     kv_tiles   key tiles of a key head
     q_tiles    query tiles of a query head
+    shares     `FusedKernel.shares`
     """
 
     plan: KernelPlan
@@ -27,6 +28,7 @@ class FusedSetup:
     order: DqOrder | None
     kv_tiles: int
     q_tiles: int
+    shares: int = 1
 
     @property
     def simulated(self) -> bool:
@@ -36,7 +38,7 @@ class FusedSetup:
     @property
     def visits(self) -> FusedVisits:
         """Which query tiles each key tile visits."""
-        return FusedVisits(self.plan, self.order, self.q_tiles, self.tiles.in_step)
+        return FusedVisits(self.plan, self.order, self.q_tiles, self.rows_serve_all_heads)
 
     @property
     def sums(self) -> int:
@@ -57,8 +59,16 @@ class FusedSetup:
 
     @property
     def dq_is_late(self) -> bool:
-        """Whether the product for dQ of a visit is issued one visit later (see the top of backward_sm90_fused.py): if additions are
-        in any order, or in one whose CTAs do not wait for each other (`DqOrder.waits`), and there is neither score_mod nor dropout.
+        """Whether the product for dQ of a visit is issued one visit later (see the top of backward_sm90_fused.py): if there is neither
+        score_mod nor dropout.
         """
-        waits = self.order is not None and self.order.waits
-        return not waits and self.plan.score is None and self.plan.dropout is None
+        return self.plan.score is None and self.plan.dropout is None
+
+    @property
+    def rows_serve_all_heads(self) -> bool:
+        """Whether what the mods compute of a CTA's keys is the same for all query heads that read them: no value depends on the head, but
+        through the score.
+        """
+        programs = [p for p in (self.math.derivative, self.plan.mask, self.plan.dropout) if p is not None]
+        values = (out.axes for p in programs for step in p.steps for out in step.outs)
+        return not any("h" in axes and "score" not in axes for axes in values)

@@ -24,11 +24,6 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 GROUPS, ROWS = 2, 64
 """Computing warpgroups of a CTA, and keys of each."""
-DQ_FIRST = (GROUPS * ROWS,)
-"""Queries of the tiles for which dQ is multiplied before dK; (64, 128) to time."""
-GROUPED_IN_STEP = False
-"""Whether CTAs walk in step (`FusedTiles.in_step`) where query heads share key heads and additions are in any order, for full and
-causal-like masks, to time; otherwise the first key tiles of all heads come first, and a CTA visits one head after another."""
 DS_SLOTS = 2
 """Slots for tiles of dS^T in shared memory; consecutive visits use different ones."""
 
@@ -41,10 +36,6 @@ class FusedTiles(typing.NamedTuple):
     head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
     heads                              key heads side by side in launch order where additions to dQ are in any order, the longest key
                                        tiles of all of them first; 0: by `head_major`
-    dq_first                           dQ is multiplied before dK and stored beside it; not used where the product for dQ is issued
-                                       one visit later (`backward_fused_setup.FusedSetup.dq_is_late`)
-    in_step                            where additions to dQ are in any order: CTAs of a key head walk the queries from the last to the
-                                       first, each query tile for all heads of the group, so that CTAs side by side read the same tiles
     """
 
     queries: int
@@ -53,8 +44,6 @@ class FusedTiles(typing.NamedTuple):
     dq_slots: int
     head_major: bool = True
     heads: int = 0
-    dq_first: bool = False
-    in_step: bool = False
 
     @property
     def dq_by_queries(self) -> bool:
@@ -155,7 +144,6 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
             tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
-            tiles = tiles._replace(dq_first=_dq_first(plan, queries), in_step=tiles.heads > 0 and plan.group > 1)
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None
@@ -166,14 +154,7 @@ def _heads_side_by_side(plan: KernelPlan) -> int:
     0. Documents are 15% slower with several heads side by side, because their key tiles take all of the L2 cache.
     """
     even = dq_order.is_full(plan) or dq_order.is_triangle(plan)
-    shared = plan.blocks is None or plan.blocks.heads == 1
-    taken = plan.group == 1 or (GROUPED_IN_STEP and shared)
-    return dq_order.heads_side_by_side(plan) if even and taken else 0
-
-
-def _dq_first(plan: KernelPlan, queries: int) -> bool:
-    """`FusedTiles.dq_first`: for tiles of `queries` = 128 queries without score_mod and dropout."""
-    return queries in DQ_FIRST and plan.score is None and plan.dropout is None
+    return dq_order.heads_side_by_side(plan) if even and plan.group == 1 else 0
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:

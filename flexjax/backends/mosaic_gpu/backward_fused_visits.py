@@ -124,13 +124,13 @@ class FusedVisits:
     plan      of the call
     order     of the additions to dQ, None for any order
     q_tiles   query tiles of a head
-    in_step   `FusedTiles.in_step`
+    one_begin whether what `begin` of `each` returns serves all heads of a group
     """
 
     plan: KernelPlan
     order: DqOrder | None
     q_tiles: int
-    in_step: bool = False
+    one_begin: bool = False
 
     @property
     def lists_by_head(self) -> bool:
@@ -147,10 +147,10 @@ class FusedVisits:
         """Whether a CTA visits a query tile for all query heads of its group before it visits the next query tile;
         otherwise it makes all visits of one head before those of the next.
 
-        True with several heads in a group, lists that the heads share, and additions in a fixed order or `in_step`, because CTAs
-        then stay one visit apart.
+        True with several heads in a group, lists that the heads share, and additions in a fixed order, because CTAs then stay one visit
+        apart.
         """
-        return (self.order is not None or self.in_step) and self.plan.group > 1 and not self.lists_by_head
+        return self.order is not None and self.plan.group > 1 and not self.lists_by_head
 
     def each(
         self,
@@ -166,7 +166,7 @@ class FusedVisits:
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
         begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head, or
-                  once a visit where `heads_inside`
+                  once a visit where `heads_inside` and not `one_begin`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
@@ -178,7 +178,7 @@ class FusedVisits:
         """
         plan, zero = self.plan, jnp.int32(0)
         _, h_kv, mask_b, tile, _ = own
-        downward = self.order.downward if self.order is not None else self.in_step
+        downward = self.order is not None and self.order.downward
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
             """Makes the visits of one query head, or of all heads of the group where `heads_inside`; returns the
@@ -192,7 +192,7 @@ class FusedVisits:
             """
             h = h_kv * plan.group + g
             mask_h = h if self.lists_by_head else zero
-            state = None if self.heads_inside else begin(h)
+            state = begin(h) if self.one_begin or not self.heads_inside else None
             count = jnp.int32(self.q_tiles) if visits.num is None else visits.num[mask_b, mask_h, tile]
             # by runs, the code of the first visit is read also where there is none
             position = lambda i: (lax.max(count - 1 - i, zero) if by_runs else count - 1 - i) if downward else i
@@ -219,7 +219,8 @@ class FusedVisits:
                 def visit_head(g: Scalar) -> None:
                     """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
-                    step(begin(head), head, q_tile, i * plan.group + g, masked)
+                    own_state = typing.cast(State, state) if self.one_begin else begin(head)
+                    step(own_state, head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
                 """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all

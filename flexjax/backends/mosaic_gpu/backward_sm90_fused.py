@@ -18,11 +18,9 @@ product is issued after dS is there, because earlier P would be held twice in re
 product, and dS is written to shared memory from the registers that the dK product reads (backward_fused_stores.py).
 
 The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Therefore the
-product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout and additions are in any
-order, or in one whose CTAs do not wait for each other (`dq_is_late`). Otherwise the next CTA would wait a visit longer; with a score_mod
-or dropout registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch
-between in-flight WGMMAs forces a wait. Where dQ is not late, S^T and dP^T start one right after the other, and with tiles of 128
-queries dQ is multiplied before dK and written beside it.
+product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout (`dq_is_late`), with which
+registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch
+between in-flight WGMMAs forces a wait. Where dQ is not late, S^T and dP^T start one right after the other.
 
 Order of the additions (dq_order.py). In any order, each dQ tile is added when it is ready. In a fixed order, a start number from an
 atomic counter says which key tile a CTA owns, and a CTA waits at a query tile until as many CTAs have added to it as its place in
@@ -50,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import atomic_counter, branch, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
-from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq
+from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq, spread_shape, sum_shares
 from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
 from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, Scratch, fused_scratch
@@ -103,7 +101,7 @@ def backward_fused(
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dQ, dK, dV), dQ and dK times scale, in the shapes and dtypes of the padded queries, keys and values, by the fused
-    kernel: one CTA for each tile of FUSED_KEYS keys of each key head.
+    kernel: one CTA for each tile of FUSED_KEYS keys of each key head, or `FusedKernel.shares` CTAs, each for a part of the query heads.
 
     call     plan, programs and padded arrays of the call
     lists    the block lists of each key block
@@ -112,7 +110,7 @@ def backward_fused(
     dQ is summed in float32 in memory that starts at zero; in a fixed order on the device the memory starts undefined,
     the first addition to a tile is a store, and tiles that no CTA visits are set to zero afterwards.
     """
-    plan, tokens, tiles = call.plan, call.tokens, chosen.tiles
+    plan, tokens, tiles = chosen.spread(call.plan), call.tokens, chosen.tiles
     kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // tiles.queries
@@ -120,7 +118,7 @@ def backward_fused(
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    setup = FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
+    setup = FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles, chosen.shares)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The fused kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing
@@ -143,7 +141,9 @@ def backward_fused(
     d_key, d_value = launch(
         kernel,
         Inputs[typing.Any](tokens, visits, call.captures, dq_sum, counts),
-        Outputs(*(kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))),
+        Outputs(
+            *(kernel_parts.output(spread_shape(plan, x.shape), x.dtype, tokens.key) for x in (tokens.key, tokens.value))
+        ),
         fused_scratch(plan, tiles),
         name="flexjax_backward_fused",
         programs=ctas,
@@ -153,6 +153,7 @@ def backward_fused(
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
+    d_key, d_value = (sum_shares(plan, x, chosen.shares) for x in (d_key, d_value))
     return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
@@ -230,8 +231,9 @@ class _Cta:
             self.inputs.tokens,
             self.scratch,
         )
+        key_head = lax.div(own.key_head, jnp.int32(setup.shares))
         rows = functools.partial(
-            rows_of, layout=setup.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
+            rows_of, layout=setup.plan.layout, b=own.b, h=key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
         )
         plgpu.copy_gmem_to_smem(rows(tokens.key), scratch.key, scratch.own_full)
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
@@ -248,12 +250,12 @@ class _Cta:
         """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register limit, and waits at
         the end until its additions are done.
 
-        In a fixed order an addition takes longer than a visit: the wait for the ticket, the addition, its end and the signal come one after
-        the other, each a way to the L2 cache and back. So each slot has a warp of its own, and the additions of consecutive tiles overlap.
+        Each slot has a warp of its own, so that the additions of consecutive tiles overlap. In a fixed order one addition takes longer than a
+        visit: the wait for the ticket, the addition, its end and the signal come one after the other, each a way to the L2 cache and back.
         """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own, setup = self.claim(), self.setup
-        if setup.order is None or setup.simulated:
+        if setup.simulated:
             self.add_tiles(own, None)
             return
 
@@ -268,7 +270,7 @@ class _Cta:
         """Adds dQ tiles to memory and frees their slots, in the calling warp or warpgroup; returns once they are added.
 
         own    what the CTA owns
-        warp   the slot whose tiles the calling warp adds; None: the calling warpgroup adds all tiles
+        warp   the slot whose tiles the calling warp adds; None: the calling warpgroup adds all tiles, in the simulator
 
         Where dQ is late, tile n + 1 is dQ of visit n. Tile 0 belongs to no visit, so its numbers are dropped. All slots
         are freed at the start, because the computing warpgroups then wait for a free slot before every tile.
@@ -299,7 +301,7 @@ class _Cta:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds one dQ tile to memory, in the adding warpgroup or, in a fixed order, in one of its warps: waits until slot `slot` is full,
+        """Adds one dQ tile to memory, in a warp of the adding warpgroup: waits until slot `slot` is full,
         adds the tile to query tile `q_tile` of head h, and frees the slot.
 
         own   what the CTA owns; the tile is added to partial sum rank % sums of the head
@@ -515,9 +517,6 @@ class _ComputingWarpgroup:
             ds = products.accumulators(body, self.math.shape, self.math.shape)
         self.write_ds(ds, ds_slot)
         self.publish(scratch.ds_ready)
-        if setup.tiles.dq_first and not late:
-            self.dq_then_dk(ds, number, dk_acc)
-            return
         products.add(dk_acc, ds, q_now)
         products.wait(0 if late else 1)
         products.release(scratch.out_free.at[out_slot])
@@ -547,32 +546,6 @@ class _ComputingWarpgroup:
             write_operand(ds, target, self.setup.simulated)
         else:
             target[...] = ds
-
-    def dq_then_dk(self, ds: jax.Array, number: Scalar, dk_acc: Ref) -> None:
-        """The last two products of a visit where dQ comes first: dQ once both warpgroups have written dS^T, then dK, beside which dQ
-        is handed over. Frees the slots of dO and of Q.
-
-        ds       dS^T of this warpgroup, [ROWS, queries] in the dtype of the operands, in registers and in shared memory
-        number   running number of the visit, which gives the slots
-        dk_acc   accumulator of dK
-        """
-        scratch, products = self.scratch, self.products
-        q_slot, out_slot = self.cta.rings.slots(number)
-        plgpu.barrier_wait(scratch.ds_ready)
-
-        def own_dq(dq_acc: Ref) -> jax.Array:
-            """This warpgroup's half of dQ of the visit without scale, of the shape `dq_part`, float32; at the return the product for dK
-            is started and in flight. `dq_acc` is its accumulator, 0 at the start.
-            """
-            self.start_dq(dq_acc, common.slot_of(number, DS_SLOTS))
-            products.add(dk_acc, ds, scratch.query.at[q_slot])
-            return products.read(dq_acc, 1)
-
-        dq = products.accumulators(own_dq, self.dq_part)
-        products.release(scratch.out_free.at[out_slot])
-        self.hand_over_dq(dq, number)
-        products.wait(0)
-        products.release(scratch.query_free.at[q_slot])
 
     def score_cotangents(
         self,
@@ -665,9 +638,7 @@ class _ComputingWarpgroup:
         """
         scratch, slots = self.scratch, self.setup.tiles.dq_slots
         slot = self.dq_slot(number)
-        if (
-            self.setup.dq_is_late
-        ):  # a branch beside in-flight products costs registers: `add_dq` frees all slots at first
+        if self.setup.dq_is_late:  # a branch beside in-flight products costs registers: all slots are freed at first
             plgpu.barrier_wait(scratch.dq_free.at[slot])
         else:
             when(number >= slots)(lambda: plgpu.barrier_wait(scratch.dq_free.at[slot]))

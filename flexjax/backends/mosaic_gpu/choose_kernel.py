@@ -35,8 +35,9 @@ The backward pass of one plan on Hopper, by the first line that fits:
     no tile of the fused kernel fits (`fused_tiles`)          two kernels
     float32                                                   two kernels
     a score_mod that reads an element for each (query, key)   two kernels: the fused kernel would read it transposed
-    additions to dQ in any order (deterministic=False)        the fused kernel
-    additions in a fixed order                                the fused kernel where `_ordered_dq_is_fast`, else two
+    additions to dQ in any order (deterministic=False), and   the fused kernel
+    a key head for each query head
+    else                                                      the fused kernel where `_ordered_dq_is_fast`, else two
 """
 
 import dataclasses
@@ -76,13 +77,16 @@ AnyDecodeTile = typing.TypeVar("AnyDecodeTile", bound=decode_tiles.DecodeTile)
 
 MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
-MOST_DELAY = 0.12
-"""The modelled start-up delay up to which the fused kernel in a fixed order is faster than two kernels."""
-GROUPED_IN_ORDER = False
-"""Whether the fused kernel with tiles of 64 queries runs in a fixed order under a causal-like mask with grouped heads, to time."""
+MOST_DELAY, MOST_DELAY_UNGROUPED = 0.12, 1.0
+"""The modelled start-up delay up to which the fused kernel in a fixed order is faster than two kernels, which multiply 1.4 times as much: with
+grouped heads, and where each query head has a key head. The model is pessimistic for these: 0.5 was 0.1 when measured."""
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
-"""The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
+"""The same with grouped heads where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
+LONG_CAUSAL = 2048
+"""Keys from which any order is faster than a fixed one under a causal-like mask; with 256 keys it takes 1.17 times as long."""
+ENOUGH_CTAS = 4
+"""CTAs of the fused kernel for each SM below which those of a key tile divide its query heads."""
 VIEWED_PAGE = 128
 """Keys of the pages as which `views_as_pages` has contiguous keys read: those of the largest key tile, which is then one copy."""
 KEYS_A_ROW = 8
@@ -270,10 +274,16 @@ class FusedKernel(typing.NamedTuple):
 
     tiles     its sizes
     ordered   whether CTAs add their dQ tiles in the fixed order of dq_order.py, or in any order
+    shares    among how many CTAs the query heads of a key tile are divided; each writes a dK and dV of its own, which are then added
     """
 
     tiles: FusedTiles
     ordered: bool
+    shares: int = 1
+
+    def spread(self, plan: KernelPlan) -> KernelPlan:
+        """The plan with so many key heads that each CTA of a key tile has one of its own, which share keys and values."""
+        return dataclasses.replace(plan, kv_heads=plan.kv_heads * self.shares)
 
 
 class TwoKernels(typing.NamedTuple):
@@ -294,11 +304,27 @@ def backward_kernels(
     all_gradients   whether dQ and one of dK, dV are asked for. If not, the result is TwoKernels, of which the caller runs
                     those that it needs
     """
-    fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
+    shares = _shares(plan)
+    spread = dataclasses.replace(plan, kv_heads=plan.kv_heads * shares)
+    fused = fused_tiles(spread) if all_gradients and fused_is_faster(spread) else None
     if fused is not None:
-        return FusedKernel(fused, adds_in_order(plan, fused))
+        return FusedKernel(fused, adds_in_order(spread, fused), shares)
     dkv = split_dkv_tiles(plan) if splits_dkv(plan) else dkv_tiles(plan, bias)
     return TwoKernels(dq_tiles(plan, bias), dkv)
+
+
+def _shares(plan: KernelPlan) -> int:
+    """`FusedKernel.shares`: for full and causal-like masks the smallest divisor of the group with which there are ENOUGH_CTAS for each SM of
+    the reference GPU, else the group. A CTA of the fused kernel makes all visits of its key tile, so that few long ones end late. Under
+    other masks, of unequal documents say, a whole group takes 1.7 times as long as its heads one by one.
+    """
+    if not dq_order.is_full(plan) and not dq_order.is_triangle(plan):
+        return plan.group
+    ctas = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS)
+    enough = (
+        n for n in range(1, plan.group) if plan.group % n == 0 and ctas * n >= ENOUGH_CTAS * dq_order.REFERENCE_SMS
+    )
+    return next(enough, plan.group)
 
 
 def mma_backward_kernels(plan: KernelPlan, card: Card) -> tuple[Tiles, Tiles]:
@@ -316,12 +342,12 @@ def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
     False for float32 and with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
-    any order, even if no tile of the fused kernel fits; in a fixed order, by `_ordered_dq_is_fast`, and False if none
-    fits.
+    any order and each query head has a key head, even if no tile of the fused kernel fits; else by `_ordered_dq_is_fast`, and False if
+    none fits.
     """
     if ir.TILE in _load_kinds(plan) or parts_of(plan) > 1:
         return False
-    if not plan.options.deterministic:
+    if not plan.options.deterministic and plan.group == 1:
         return True
     fused = fused_tiles(plan)
     return fused is not None and _ordered_dq_is_fast(plan, fused)
@@ -333,11 +359,14 @@ def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
     tiles   sizes of the fused kernel
 
-    It is faster for full attention with tiles of 128 queries and ungrouped heads, where `_ordered_dq_is_fast`.
+    It is faster where `_ordered_dq_is_fast`, because the first addition to a dQ tile is a store, and memory need not be zero. An exception are
+    causal-like masks with LONG_CAUSAL keys or more whose query heads have a key head each: there CTAs stay close together without waiting
+    for each other, and a fixed order costs 2 to 4%.
     """
     if plan.options.deterministic:
         return True
-    return tiles.queries == 128 and dq_order.is_full(plan) and plan.group == 1 and _ordered_dq_is_fast(plan, tiles)
+    long_causal = plan.group == 1 and dq_order.is_triangle(plan) and plan.kv_len >= LONG_CAUSAL
+    return not long_causal and _ordered_dq_is_fast(plan, tiles)
 
 
 def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
@@ -345,25 +374,18 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
     tiles   sizes of the fused kernel
 
-    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY, or, if the CTAs do not
-    fill the reference GPU or score_mod loads more than scalars, MOST_DELAY_WHERE_TWO_ARE_SLOW. One case is known to be
-    slower: a causal-like mask with grouped heads, no score_mod and tiles of 64 queries. Masks that are neither full nor
-    causal-like have a modelled delay of 0.
+    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY_UNGROUPED or, with grouped heads, MOST_DELAY,
+    or MOST_DELAY_WHERE_TWO_ARE_SLOW if the CTAs do not fill the reference GPU or score_mod loads more than scalars. Masks that are neither
+    full nor causal-like have a modelled delay of 0.
     """
     if not _tickets_fit(plan, tiles.queries):
         return False
-    if (
-        not GROUPED_IN_ORDER
-        and tiles.queries == 64
-        and plan.group > 1
-        and plan.score is None
-        and dq_order.is_triangle(plan)
-    ):
-        return False  # two kernels are as fast with grouped heads, because the CTAs of a group wait for each other
     kv_tiles = -(-plan.kv_len // FUSED_KEYS)
     order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
     fills_gpu = plan.batch * plan.kv_heads * kv_tiles > dq_order.REFERENCE_SMS
     two_are_slow = not fills_gpu or bool(_load_kinds(plan) - {ir.SCALAR})
+    if plan.group == 1:
+        return order.delay <= MOST_DELAY_UNGROUPED
     return order.delay <= (MOST_DELAY_WHERE_TWO_ARE_SLOW if two_are_slow else MOST_DELAY)
 
 

@@ -109,13 +109,15 @@ def _occupancy(tile: forward_sm80_tiles.MmaForwardTile | MmaDecodeTile, card: Ca
 
 def _describe_backward(plan: KernelPlan) -> str:
     """The kernels of the backward pass on Hopper, for all gradients of q, k and v and nothing staged, with their tiles, queries x keys,
-    as text: "fused 64 x 128, dQ added in any order" (or "in a fixed order"), "dQ 128 x 64, dK/dV 64 x 128" or, with the split dK/dV
+    as text: "fused 64 x 128, dQ added in any order" (or "in a fixed order", and where query heads of a key tile are divided
+    ", 4 CTAs for each key tile"), "dQ 128 x 64, dK/dV 64 x 128" or, with the split dK/dV
     kernel, "dQ 128 x 64, split dK/dV 64 x 64".
     """
     chosen = choose_kernel.backward_kernels(plan)
     if isinstance(chosen, FusedKernel):
         order = "a fixed order" if chosen.ordered else "any order"
-        return f"fused {chosen.tiles.queries} x {FUSED_KEYS}, dQ added in {order}"
+        shares = "" if chosen.shares == 1 else f", {chosen.shares} CTAs for each key tile"
+        return f"fused {chosen.tiles.queries} x {FUSED_KEYS}, dQ added in {order}{shares}"
     dq, dkv = chosen
     if isinstance(dkv, SplitDkvTiles):
         last = f"split dK/dV {dkv.queries} x {SPLIT_KEYS}"

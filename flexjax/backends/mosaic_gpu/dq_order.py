@@ -42,19 +42,14 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 HANDOFF = 1.05
 """Steps from one addition to the next at the same query tile: the addition, the signal and the signal's latency."""
-BYTES_PER_STEP = 11e6
-"""Bytes that memory moves during one step: 2.75 us at 4 TB/s."""
-HEADS, L2_BYTES = 8, 40e6
-"""The most key heads side by side: HEADS, or more where the Q, dO and dQ of more heads fit L2_BYTES. For 8192 x 128, 16
-heads are 3% slower than 4.
+BYTES_PER_STEP = 6.6e6
+"""Bytes that memory moves during one step: 2.2 us at 3 TB/s."""
+HEADS, L2_BYTES = 4, 40e6
+"""The most key heads side by side: HEADS, or more where the Q, dO and dQ of more heads fit L2_BYTES. For 8192 x 128, full, 8 heads are 3%
+slower than 4 and 16 heads 27%.
 """
-GROUPED_HEADS: int | None = None
-"""HEADS where query heads share key heads, to time; None: HEADS."""
 MOST_UPWARD_DELAY = 0.1
 """The modelled delay up to which an upward order is taken under a causal-like mask whose query tiles are as long as its key tiles."""
-LATE_IN_ORDER: frozenset[str] = frozenset()
-"""Fixed orders that issue the product for dQ one visit later beside those whose CTAs never wait, to time: "ahead", masks that
-`patterns.hides_later_keys`, whose lower ranks are ahead from the start; "downward"; "full"."""
 MOST_SUMS = 8
 """The most partial dQ sums of a head."""
 
@@ -69,15 +64,12 @@ class DqOrder(typing.NamedTuple):
     downward   True: queries are walked from the last to the first, and key tile 0 has rank 0. False: from the first to
                the last, and the last key tile has rank 0
     delay      the modelled start-up delay, relative to the kernel's time without the delay
-    waits      whether CTAs that start together wait for each other. False: a lower rank is a visit ahead from the start, so an
-               addition that comes one visit later delays nobody
     """
 
     heads: int
     sums: int
     downward: bool
     delay: float
-    waits: bool = True
 
 
 def is_full(plan: KernelPlan) -> bool:
@@ -97,22 +89,20 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
 
     For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay (of equal delays, the
     smallest number); for causal-like masks it is `_upward_order` where that has a delay of at most MOST_UPWARD_DELAY, query tiles are at
-    least as long as key tiles, and there is neither score_mod nor dropout, so that dQ can be late (backward_sm90_fused.py). Any other
+    least as long as key tiles, and there is neither score_mod nor dropout. Any other
     mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads side by side are `heads_side_by_side` in each
     case.
     """
     heads = heads_side_by_side(plan)
     if not is_full(plan) and not is_triangle(plan):
-        ahead = "ahead" in LATE_IN_ORDER and plan.mask is not None and patterns.hides_later_keys(plan.mask)
-        return DqOrder(heads, 1, downward=False, delay=0.0, waits=not ahead)
+        return DqOrder(heads, 1, downward=False, delay=0.0)
     made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
     best = min(made, key=lambda order: order.delay)
     tall = plan.q_len * kv_tiles >= plan.kv_len * q_tiles  # a query tile has as many tokens as a key tile, or more
     if is_triangle(plan) and tall and plan.score is None and plan.dropout is None:
         upward = _upward_order(plan, q_tiles, kv_tiles, heads)
         best = upward if upward.delay <= MOST_UPWARD_DELAY else best
-    late = "full" if is_full(plan) else "downward"
-    return best._replace(waits=best.waits and late not in LATE_IN_ORDER)
+    return best
 
 
 def heads_side_by_side(plan: KernelPlan) -> int:
@@ -121,7 +111,7 @@ def heads_side_by_side(plan: KernelPlan) -> int:
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
-    most = max((GROUPED_HEADS or HEADS) if plan.group > 1 else HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
+    most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
     return -(-key_heads // -(-key_heads // most))
 
 
@@ -140,7 +130,7 @@ def _upward_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int) -> 
     """
     steps = float(q_tiles * plan.group)
     time = max(steps, plan.batch * plan.kv_heads * kv_tiles * steps * 0.5 / REFERENCE_SMS)
-    return DqOrder(heads, 1, downward=False, delay=0.5 * steps / time, waits=False)
+    return DqOrder(heads, 1, downward=False, delay=0.5 * steps / time)
 
 
 def _sums(kv_tiles: int) -> list[int]:

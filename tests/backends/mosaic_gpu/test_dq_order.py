@@ -127,11 +127,11 @@ def test_tickets_are_int32_and_count_lower_ranks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "heads", "expected"),
     [
-        (8192, 32, (8, 1)),  # enough to do: one sum
+        (8192, 32, (4, 1)),  # enough to do: one sum
         (8192, 2, (2, 8)),
-        (4096, 4, (4, 8)),  # few CTAs, each of which would wait for up to 31 others
+        (4096, 4, (4, 4)),  # few CTAs, each of which would wait for up to 31 others
         (2048, 8, (8, 4)),
-        (16384, 5, (5, 2)),
+        (16384, 5, (3, 2)),
     ],
 )
 def test_heads_and_sums_follow_the_problem(tokens: int, heads: int, expected: tuple[int, int]) -> None:

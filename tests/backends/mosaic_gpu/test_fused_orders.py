@@ -1,5 +1,6 @@
 """In which order the fused backward kernel adds and multiplies, and that it is right in each of them."""
 
+import dataclasses
 import typing
 
 import jax
@@ -12,7 +13,7 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel, dq_order
+from flexjax.backends.mosaic_gpu import choose_kernel, dq_order
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.support import _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
@@ -23,7 +24,7 @@ def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
     assert isinstance(fused, choose_kernel.FusedKernel)
     assert fused.tiles.queries == 128
     upward = dq_order.order_for(benched(), 64, 64)
-    assert (upward.downward, upward.waits, upward.sums) == (False, False, 1)
+    assert (upward.downward, upward.sums) == (False, 1)
     assert dq_order.order_for(benched(), 128, 64).downward  # tiles of 64 queries: a hand-off is shorter than two steps
     assert dq_order.order_for(benched(heads=2), 64, 64).downward  # the longest CTAs would end last
     alibi = lambda s, b, h, q, k: s + 0.1 * (k - q)  # its registers leave no room for a late dQ
@@ -41,7 +42,7 @@ def test_heads_side_by_side_in_any_order_for_full_and_causal_masks() -> None:
 @pytest.mark.parametrize(("deterministic", "mask"), some_slow([(True, causal), (True, None), (False, causal)], []))
 @ENOUGH_THREADS
 def test_fused_kernel(deterministic: bool, mask: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upward in a fixed order with late dQ, dQ before dK in a fixed order, and heads side by side in any order."""
+    """Upward and downward in a fixed order, and heads side by side in any order."""
     monkeypatch.setattr(dq_order, "MOST_UPWARD_DELAY", 100.0)
     monkeypatch.setattr(dq_order, "HEADS", 2)
     monkeypatch.setattr(dq_order, "L2_BYTES", 1)
@@ -51,42 +52,67 @@ def test_fused_kernel(deterministic: bool, mask: typing.Any, monkeypatch: pytest
     plan = backward_problem(**case, dim=64, options=options).plan
     fused = choose_kernel.backward_kernels(plan)
     assert isinstance(fused, choose_kernel.FusedKernel)
-    assert fused.tiles.dq_first
     assert fused.tiles.heads == 2
-    assert dq_order.order_for(plan, 3, 3).waits == (mask is None)
+    assert dq_order.order_for(plan, 3, 3).downward == (mask is None)
 
 
 def near_causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
     return (q >= k) & (q - k <= 150)
 
 
-TO_TIME: dict[str, tuple[bool, dict[str, typing.Any]]] = {
-    "late, downward": (True, {"mask": causal, "heads": 3, "kv_heads": 3, "kv_len": 384}),
-    "late, key tiles without visits": (True, {"mask": causal, "q_len": 256, "kv_len": 512}),
-    "late, full": (True, {"kv_len": 384}),
-    "late, upward": (True, {"mask": near_causal, "q_len": 512, "kv_len": 512}),
-    "late, grouped": (True, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
-    "in step": (False, {"mask": causal, "heads": 4, "kv_heads": 2, "kv_len": 384}),
-    "in step, full": (False, {"heads": 4, "kv_heads": 2, "q_len": 256, "kv_len": 384}),
+def by_head(
+    captured: typing.Any, s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any
+) -> typing.Any:
+    return s + 0.01 * (h + 1) * (k - q)
+
+
+AT_128: dict[str, dict[str, typing.Any]] = {
+    "downward": {"mask": causal, "heads": 3, "kv_heads": 3, "kv_len": 384},
+    "key tiles without visits": {"mask": causal, "q_len": 256, "kv_len": 512},
+    "full": {"kv_len": 384},
+    "upward": {"mask": near_causal, "q_len": 512, "kv_len": 512},
 }
 
 
-@pytest.mark.parametrize("name", some_slow(list(TO_TIME), []))
+@pytest.mark.parametrize("name", some_slow(list(AT_128), []))
 @ENOUGH_THREADS
-def test_choices_to_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 64 queries at head dim 128 with all choices that are off until they are timed."""
-    deterministic, case = TO_TIME[name]
-    orders, order_for = [], dq_order.order_for
-    monkeypatch.setattr(dq_order, "order_for", lambda *given: orders.append(order_for(*given)) or orders[-1])
-    monkeypatch.setattr(dq_order, "LATE_IN_ORDER", {"ahead", "downward", "full"})
-    monkeypatch.setattr(backward_fused_tiles, "GROUPED_IN_STEP", True)
-    check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, **case})
-    assert bool(orders) == deterministic
-    assert not any(order.waits for order in orders)
+def test_orders_with_tiles_of_64_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_one_kernel(monkeypatch, True, 64, **{"dim": 128, "q_len": 384, **AT_128[name]})
 
 
+GROUPED: dict[str, tuple[int, dict[str, typing.Any]]] = {
+    "one CTA": (1, {"mask": causal, "heads": 4, "kv_heads": 2}),
+    "one CTA, rows of each head": (1, {"score": by_head, "mask": causal, "heads": 4, "kv_heads": 2}),
+    "two CTAs": (2, {"mask": causal, "heads": 4, "kv_heads": 1}),
+    "four CTAs": (4, {"heads": 4, "kv_heads": 1, "q_len": 256, "layout": "BNTH"}),
+}
+"""Among how many CTAs the query heads of a key tile are divided, and the problem."""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", some_slow(list(GROUPED), ["two CTAs"]))
 @ENOUGH_THREADS
-@pytest.mark.slow
-def test_dq_first_with_tiles_of_64_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_fused_tiles, "DQ_FIRST", (64, 128))
-    check_one_kernel(monkeypatch, True, 64, mask=causal, dim=128, q_len=384, kv_len=384)
+def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, case = GROUPED[name]
+    monkeypatch.setattr(choose_kernel, "_shares", lambda plan: shares)
+    check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, "kv_len": 384, **case})
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "batch", "mask_mod", "shares"),
+    [
+        (16, 1, masks.causal, 1),
+        (1, 1, masks.causal, 16),
+        (1, 2, masks.causal, 8),
+        (1, 8, masks.causal, 2),
+        (4, 8, masks.causal, 1),
+        (4, 8, masks.sliding_window(100), 4),
+    ],
+)
+def test_how_many_ctas_divide_the_heads_of_a_key_tile(
+    kv_heads: int, batch: int, mask_mod: typing.Any, shares: int
+) -> None:
+    plan = dataclasses.replace(_kernel_plan(benched(heads=16, mask_mod=mask_mod), True), kv_heads=kv_heads, batch=batch)
+    chosen = choose_kernel.backward_kernels(plan)
+    assert isinstance(chosen, choose_kernel.FusedKernel)
+    assert chosen.shares == shares

@@ -162,8 +162,8 @@ ONE, TWO = "one 128x128", "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"
 # fmt: off
 IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
     "causal": ({"mask_mod": flexjax.masks.causal}, ONE),
-    "causal, short": ({"mask_mod": flexjax.masks.causal, "tokens": 1024}, TWO),
-    "full, short": ({"tokens": 1024}, TWO),
+    "causal, short": ({"mask_mod": flexjax.masks.causal, "tokens": 1024}, ONE),
+    "full, short": ({"tokens": 1024}, ONE),
     "full, short, many": ({"tokens": 1024, "batch": 16}, ONE),
     "few queries, many keys": ({"tokens": 512, "keys": 32768}, ONE),
     "fewer queries than keys": ({"tokens": 8192, "keys": 16384}, ONE),
@@ -195,7 +195,10 @@ IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
         ONE,
     ),
     "causal at 128": ({"dim": 128, "mask_mod": flexjax.masks.causal}, "one 64x128"),
-    "causal at 128, grouped heads": ({"dim": 128, "mask_mod": flexjax.masks.causal, "kv_heads": 4}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "causal at 128, grouped heads": ({"dim": 128, "mask_mod": flexjax.masks.causal, "kv_heads": 4}, "one 64x128"),
+    "causal at 128, grouped heads, short": (
+        {"dim": 128, "mask_mod": flexjax.masks.causal, "kv_heads": 4, "tokens": 1024, "batch": 32}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"
+    ),
     "full, few queries at 128": (
         {"dim": 128, "tokens": 512, "keys": 32768}, "one 64x128",
     ),
@@ -221,11 +224,12 @@ def test_one_kernel_or_two_in_a_fixed_order(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "in_order"),
     [
-        ({}, True),  # a full matrix at 64, where that is faster
-        ({"dim": 128}, False),
-        ({"tokens": 1024}, False),
+        ({}, True),
+        ({"dim": 128}, True),
+        ({"mask_mod": flexjax.masks.sliding_window(100)}, True),
         ({"mask_mod": flexjax.masks.causal}, False),
-        ({"kv_heads": 4}, False),
+        ({"mask_mod": flexjax.masks.causal, "tokens": 1024}, True),
+        ({"mask_mod": flexjax.masks.causal, "kv_heads": 4}, True),
     ],
 )
 def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: bool) -> None:
@@ -271,8 +275,12 @@ def test_tiles_of_the_backward_pass(name: str) -> None:
 DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
     "full 128": (plan(), "forward 128 x 128, backward fused 64 x 128, dQ added in a fixed order"),
     "any order": (
-        plan(block=BLOCKS, deterministic=False),
+        traced(dim=128, mask_mod=flexjax.masks.causal, kernel_options=KernelOptions(deterministic=False)),
         "forward 128 x 128, backward fused 64 x 128, dQ added in any order",
+    ),
+    "query heads that CTAs divide": (
+        traced(dim=128, kv_heads=1),
+        "forward 128 x 128, backward fused 64 x 128, dQ added in a fixed order, 8 CTAs for each key tile",
     ),
     "blocks of 64": (plan(block=(64, 64)), "forward 64 x 64, backward dQ 64 x 64, dK/dV 64 x 64"),
     "full 256": (plan(dim=256), "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64"),
