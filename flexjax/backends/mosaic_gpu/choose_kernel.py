@@ -315,16 +315,20 @@ def backward_kernels(
 
 def _shares(plan: KernelPlan) -> int:
     """`FusedKernel.shares`: for full and causal-like masks the smallest divisor of the group with which there are ENOUGH_CTAS for each SM of
-    the reference GPU, else the group. A CTA of the fused kernel makes all visits of its key tile, so that few long ones end late. Under
-    other masks, of unequal documents say, a whole group takes 1.7 times as long as its heads one by one.
+    the reference GPU, else the largest. A CTA of the fused kernel makes all visits of its key tile, so that few long ones end late. Under
+    other masks, of unequal documents say, it is the largest: a whole group takes 1.7 times as long as its heads one by one.
+
+    Partial dK and dV take no more memory than dQ in float32, so with more keys than queries the group is divided less.
     """
+    fit = [
+        n
+        for n in range(1, plan.group + 1)
+        if plan.group % n == 0 and (n == 1 or n * plan.kv_len <= plan.group * plan.q_len)
+    ]
     if not dq_order.is_full(plan) and not dq_order.is_triangle(plan):
-        return plan.group
+        return fit[-1]
     ctas = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS)
-    enough = (
-        n for n in range(1, plan.group) if plan.group % n == 0 and ctas * n >= ENOUGH_CTAS * dq_order.REFERENCE_SMS
-    )
-    return next(enough, plan.group)
+    return next((n for n in fit if ctas * n >= ENOUGH_CTAS * dq_order.REFERENCE_SMS), fit[-1])
 
 
 def mma_backward_kernels(plan: KernelPlan, card: Card) -> tuple[Tiles, Tiles]:

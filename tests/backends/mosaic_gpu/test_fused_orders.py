@@ -99,20 +99,23 @@ def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "batch", "mask_mod", "shares"),
+    ("kv_heads", "batch", "keys", "mask_mod", "shares"),
     [
-        (16, 1, masks.causal, 1),
-        (1, 1, masks.causal, 16),
-        (1, 2, masks.causal, 8),
-        (1, 8, masks.causal, 2),
-        (4, 8, masks.causal, 1),
-        (4, 8, masks.sliding_window(100), 4),
+        (16, 1, 8192, masks.causal, 1),
+        (1, 1, 8192, masks.causal, 16),
+        (1, 2, 8192, masks.causal, 8),
+        (1, 8, 8192, masks.causal, 2),
+        (4, 8, 8192, masks.causal, 1),
+        (4, 8, 8192, masks.sliding_window(100), 4),
+        (4, 8, 16384, masks.sliding_window(100), 2),
+        (4, 8, 65536, masks.sliding_window(100), 1),
     ],
 )
 def test_how_many_ctas_divide_the_heads_of_a_key_tile(
-    kv_heads: int, batch: int, mask_mod: typing.Any, shares: int
+    kv_heads: int, batch: int, keys: int, mask_mod: typing.Any, shares: int
 ) -> None:
-    plan = dataclasses.replace(_kernel_plan(benched(heads=16, mask_mod=mask_mod), True), kv_heads=kv_heads, batch=batch)
+    plan = _kernel_plan(benched(heads=16, mask_mod=mask_mod), True)
+    plan = dataclasses.replace(plan, kv_heads=kv_heads, batch=batch, kv_len=keys)
     chosen = choose_kernel.backward_kernels(plan)
     assert isinstance(chosen, choose_kernel.FusedKernel)
     assert chosen.shares == shares
