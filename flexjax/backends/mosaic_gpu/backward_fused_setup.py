@@ -6,6 +6,7 @@ from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles
 from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
 
@@ -66,9 +67,9 @@ class FusedSetup:
 
     @property
     def rows_serve_all_heads(self) -> bool:
-        """Whether what the mods compute of a CTA's keys is the same for all query heads that read them: no value depends on the head, but
-        through the score.
+        """Whether what the mods compute of a CTA's keys is the same for all query heads that read them: no step and no result reads the head.
+        False with dropout, whose row vectors would take registers that the loop needs (496 bytes spilled).
         """
-        programs = [p for p in (self.math.derivative, self.plan.mask, self.plan.dropout) if p is not None]
-        values = (out.axes for p in programs for step in p.steps for out in step.outs)
-        return not any("h" in axes and "score" not in axes for axes in values)
+        programs = [p for p in (self.math.derivative, self.plan.mask) if p is not None]
+        reads_head = any(isinstance(a, ir.Val) and a.id == ir.H for p in programs for a in ir.walk_atoms(p))
+        return self.plan.dropout is None and not reads_head

@@ -33,16 +33,14 @@ class FusedTiles(typing.NamedTuple):
 
     queries                            of a visited tile
     query_slots, out_slots, dq_slots   ring depths of Q, dO and finished dQ tiles
-    head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
     heads                              key heads side by side in launch order where additions to dQ are in any order, the longest key
-                                       tiles of all of them first; 0: by `head_major`
+                                       tiles of all of them first; 0: one head after another
     """
 
     queries: int
     query_slots: int
     out_slots: int
     dq_slots: int
-    head_major: bool = True
     heads: int = 0
 
     @property
@@ -143,7 +141,7 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
         if options.block_q_bwd not in (None, queries) or (blocks is not None and blocks.block_q % queries):
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
-            tiles = FusedTiles(queries, *slots, head_major=plan.group == 1, heads=_heads_side_by_side(plan))
+            tiles = FusedTiles(queries, *slots, heads=_heads_side_by_side(plan))
             if fits(fused_scratch(plan, tiles)):
                 return tiles
     return None

@@ -124,13 +124,13 @@ class FusedVisits:
     plan      of the call
     order     of the additions to dQ, None for any order
     q_tiles   query tiles of a head
-    one_begin whether what `begin` of `each` returns serves all heads of a group
+    rows_shared   whether what `begin` of `each` returns serves all heads of a group
     """
 
     plan: KernelPlan
     order: DqOrder | None
     q_tiles: int
-    one_begin: bool = False
+    rows_shared: bool = False
 
     @property
     def lists_by_head(self) -> bool:
@@ -166,7 +166,7 @@ class FusedVisits:
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
         begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head, or
-                  once a visit where `heads_inside` and not `one_begin`
+                  once a visit where `heads_inside` and not `rows_shared`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop
@@ -192,7 +192,7 @@ class FusedVisits:
             """
             h = h_kv * plan.group + g
             mask_h = h if self.lists_by_head else zero
-            state = begin(h) if self.one_begin or not self.heads_inside else None
+            state = begin(h) if self.rows_shared or not self.heads_inside else None
             count = jnp.int32(self.q_tiles) if visits.num is None else visits.num[mask_b, mask_h, tile]
             # by runs, the code of the first visit is read also where there is none
             position = lambda i: (lax.max(count - 1 - i, zero) if by_runs else count - 1 - i) if downward else i
@@ -219,7 +219,7 @@ class FusedVisits:
                 def visit_head(g: Scalar) -> None:
                     """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
-                    own_state = typing.cast(State, state) if self.one_begin else begin(head)
+                    own_state = typing.cast(State, state) if self.rows_shared else begin(head)
                     step(own_state, head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:

@@ -18,7 +18,7 @@ product is issued after dS is there, because earlier P would be held twice in re
 product, and dS is written to shared memory from the registers that the dK product reads (backward_fused_stores.py).
 
 The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Therefore the
-product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout (`dq_is_late`), with which
+product for dQ is issued one visit later, beside the next scores, if there is neither score_mod nor dropout (`dq_is_late`); with either,
 registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch
 between in-flight WGMMAs forces a wait. Where dQ is not late, S^T and dP^T start one right after the other.
 
@@ -89,7 +89,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """dK and dV, in the shapes of the padded keys and values."""
+    """dK and dV, in the shapes of the padded keys and values, with `FusedKernel.shares` times the key heads."""
 
     d_key: Part
     d_value: Part
@@ -199,8 +199,7 @@ class _Cta:
                 side_by_side = DqOrder(setup.tiles.heads, 1, downward=True, delay=0.0)
                 head, tile, _ = dq_order.assignment_of(self.program, side_by_side, setup.kv_tiles, heads)
             else:
-                head_major = setup.tiles.head_major
-                tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major)
+                tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major=True)
             rank = zero
         else:
             start = self.program
@@ -251,7 +250,7 @@ class _Cta:
         the end until its additions are done.
 
         Each slot has a warp of its own, so that the additions of consecutive tiles overlap. In a fixed order one addition takes longer than a
-        visit: the wait for the ticket, the addition, its end and the signal come one after the other, each a way to the L2 cache and back.
+        visit: the wait for the ticket, the addition, its end and the signal come one after the other, and each takes a round trip to the L2 cache.
         """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own, setup = self.claim(), self.setup

@@ -36,7 +36,7 @@ The backward pass of one plan on Hopper, by the first line that fits:
     float32                                                   two kernels
     a score_mod that reads an element for each (query, key)   two kernels: the fused kernel would read it transposed
     additions to dQ in any order (deterministic=False), and   the fused kernel
-    a key head for each query head
+    a key head for each query head after `FusedKernel.spread`
     else                                                      the fused kernel where `_ordered_dq_is_fast`, else two
 """
 
@@ -78,13 +78,13 @@ AnyDecodeTile = typing.TypeVar("AnyDecodeTile", bound=decode_tiles.DecodeTile)
 MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
 MOST_DELAY, MOST_DELAY_UNGROUPED = 0.12, 1.0
-"""The modelled start-up delay up to which the fused kernel in a fixed order is faster than two kernels, which multiply 1.4 times as much: with
-grouped heads, and where each query head has a key head. The model is pessimistic for these: 0.5 was 0.1 when measured."""
+"""The largest modelled start-up delay at which the fused kernel in a fixed order beats two kernels, which multiply 1.4 times as much: with
+grouped heads; where each query head has a key head. The model overestimates the second: 0.54 was 0.12 when measured."""
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same with grouped heads where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
 LONG_CAUSAL = 2048
-"""Keys from which any order is faster than a fixed one under a causal-like mask; with 256 keys it takes 1.17 times as long."""
+"""Keys from which any order is faster than a fixed one under a causal-like mask; with 256 keys any order takes 1.17 times as long."""
 ENOUGH_CTAS = 4
 """CTAs of the fused kernel for each SM below which those of a key tile divide its query heads."""
 VIEWED_PAGE = 128
@@ -274,7 +274,7 @@ class FusedKernel(typing.NamedTuple):
 
     tiles     its sizes
     ordered   whether CTAs add their dQ tiles in the fixed order of dq_order.py, or in any order
-    shares    among how many CTAs the query heads of a key tile are divided; each writes a dK and dV of its own, which are then added
+    shares    CTAs among which the query heads of a key tile are divided; each writes a dK and dV of its own, which are then added
     """
 
     tiles: FusedTiles
@@ -282,7 +282,9 @@ class FusedKernel(typing.NamedTuple):
     shares: int = 1
 
     def spread(self, plan: KernelPlan) -> KernelPlan:
-        """The plan with so many key heads that each CTA of a key tile has one of its own, which share keys and values."""
+        """The plan with `shares` times the key heads: each CTA of a key tile counts as a key head, and adjacent ones read the same keys and
+        values.
+        """
         return dataclasses.replace(plan, kv_heads=plan.kv_heads * self.shares)
 
 
@@ -315,10 +317,11 @@ def backward_kernels(
 
 def _shares(plan: KernelPlan) -> int:
     """`FusedKernel.shares`: for full and causal-like masks the smallest divisor of the group with which there are ENOUGH_CTAS for each SM of
-    the reference GPU, else the largest. A CTA of the fused kernel makes all visits of its key tile, so that few long ones end late. Under
+    the reference GPU, else the largest. A CTA of the fused kernel makes all visits of its key tile, so the GPU idles while a few long CTAs finish. Under
     other masks, of unequal documents say, it is the largest: a whole group takes 1.7 times as long as its heads one by one.
 
-    Partial dK and dV take no more memory than dQ in float32, so with more keys than queries the group is divided less.
+    With more keys than queries the group is divided less, so that partial dK and dV take no more bytes than the sums of dQ do in float32
+    (4.3 GB each with 64 query heads of 128 and 131072 tokens).
     """
     fit = [
         n
@@ -363,9 +366,9 @@ def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
     tiles   sizes of the fused kernel
 
-    It is faster where `_ordered_dq_is_fast`, because the first addition to a dQ tile is a store, and memory need not be zero. An exception are
-    causal-like masks with LONG_CAUSAL keys or more whose query heads have a key head each, in a downward order: there CTAs stay close
-    together without waiting for each other, and a fixed order costs 5% in the median.
+    It is faster where `_ordered_dq_is_fast`, because the first addition to a dQ tile is a store, and memory need not be zeroed first. Causal-like
+    masks with LONG_CAUSAL keys or more and a downward order are the exception, where each query head has a key head (after
+    `FusedKernel.spread`): there CTAs stay close together without waiting for each other, and a fixed order costs 5% in the median.
     """
     if plan.options.deterministic:
         return True
@@ -389,6 +392,8 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
     """
     if not _tickets_fit(plan, tiles.queries):
         return False
+    if plan.dropout is not None and plan.group > 1 and dq_order.is_triangle(plan):
+        return False  # it spills 288 bytes, and was not timed
     order = _dq_order(plan, tiles)
     fills_gpu = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS) > dq_order.REFERENCE_SMS
     two_are_slow = not fills_gpu or bool(_load_kinds(plan) - {ir.SCALAR})

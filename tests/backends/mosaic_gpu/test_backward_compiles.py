@@ -117,6 +117,10 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             **small, "dim": 64, "mask": causal, "captured": (bias("float32", 2, 256), bias("float32", 2, 256)), "fused": True,
             "score": lambda c, s, b, h, q, k: s + c[0][h, q] + c[1][h, k],
         },
+        "one kernel 128, grouped": {**small, "dim": 128, "heads": 4, "kv_heads": 1, "mask": causal, "fused": True},
+        "one kernel 128, grouped, divided": {
+            **small, "dim": 128, "heads": 4, "kv_heads": 1, "mask": causal, "fused": True, "shares": 2,
+        },
         "one kernel, alibi": {
             "dim": 128, "mask": causal, "captured": (slopes,), "score": alibi, "fused": True, "deterministic": False,
         },
@@ -131,15 +135,16 @@ SPILLS = {
     "gain by a gather": {"flexjax_capture_gradient": 28},
     "one kernel 128": {"flexjax_backward_fused": 8},
     "one kernel 128, any order": {"flexjax_backward_fused": 8},
+    "one kernel 128, grouped": {"flexjax_backward_fused": 56},
+    "one kernel 128, grouped, divided": {"flexjax_backward_fused": 56},
     "one kernel 64": {"flexjax_backward_fused": 52},
-    "one kernel 64, any order": {"flexjax_backward_fused": 52},
     "one kernel 64, downward": {"flexjax_backward_fused": 52},
-    "one kernel 64, odd": {"flexjax_backward_fused": 88},
+    "one kernel 64, odd": {"flexjax_backward_fused": 56},
     "one kernel 64, alibi": {"flexjax_backward_fused": 48},
-    "one kernel 64, alibi, any order": {"flexjax_backward_fused": 48},
+    "one kernel 64, alibi, any order": {"flexjax_backward_fused": 56},
     "one kernel 64, relative table": {"flexjax_backward_fused": 8},
     "one kernel 64, relative table, float32": {"flexjax_backward_fused": 48},
-    "one kernel 64, documents, any order": {"flexjax_backward_fused": 152},
+    "one kernel 64, documents, any order": {"flexjax_backward_fused": 148},
     "one kernel 64, bias of each query and key": {"flexjax_backward_fused": 160},
 }
 """Bytes that a thread may spill, 0 for what is not named; see LOG_backward.md. One kernel: numbers that do not change in its loop,
@@ -155,6 +160,7 @@ def compile_cases(names: list[str]) -> None:
 
     for name in names:
         case = cases()[name]
+        shares = case.pop("shares", 1)
         dq_order.MOST_UPWARD_DELAY = 100.0 if case.pop("upward", True) else 0.0  # small problems are upward, too
         fused, options = (
             case.pop("fused", False),
@@ -163,6 +169,8 @@ def compile_cases(names: list[str]) -> None:
         made = backward_problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
         choose_kernel.fused_is_faster = lambda plan, fused=fused: fused
+        choose_kernel.adds_in_order = lambda plan, tiles: plan.options.deterministic
+        choose_kernel._shares = lambda plan, shares=shares: shares
         tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:

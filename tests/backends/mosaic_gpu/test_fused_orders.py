@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from flexjax import KernelOptions, masks
@@ -80,17 +81,24 @@ def test_orders_with_tiles_of_64_queries(name: str, monkeypatch: pytest.MonkeyPa
     check_one_kernel(monkeypatch, True, 64, **{"dim": 128, "q_len": 384, **AT_128[name]})
 
 
+def head_beside_score(
+    captured: typing.Any, s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any
+) -> typing.Any:
+    return jnp.where((s > 0).astype(jnp.int32) < h, 2 * s, s)
+
+
 GROUPED: dict[str, tuple[int, dict[str, typing.Any]]] = {
     "one CTA": (1, {"mask": causal, "heads": 4, "kv_heads": 2}),
     "one CTA, rows of each head": (1, {"score": by_head, "mask": causal, "heads": 4, "kv_heads": 2}),
+    "one CTA, the head beside the score": (1, {"score": head_beside_score, "mask": causal, "heads": 4, "kv_heads": 2}),
     "two CTAs": (2, {"mask": causal, "heads": 4, "kv_heads": 1}),
     "four CTAs": (4, {"heads": 4, "kv_heads": 1, "q_len": 256, "layout": "BNTH"}),
 }
-"""Among how many CTAs the query heads of a key tile are divided, and the problem."""
+"""`FusedKernel.shares`, and arguments of the problem."""
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("name", some_slow(list(GROUPED), ["two CTAs"]))
+@pytest.mark.parametrize("name", some_slow(list(GROUPED), ["one CTA, the head beside the score", "two CTAs"]))
 @ENOUGH_THREADS
 def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shares, case = GROUPED[name]
