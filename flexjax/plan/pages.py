@@ -61,23 +61,6 @@ def contiguous(
     return contiguous_plan(plan), made
 
 
-def as_pages(plan: KernelPlan, operands: Operands, page: int) -> tuple[KernelPlan, Operands]:
-    """The same call with its contiguous keys and values as pages, without a copy: (plan, operands).
-
-    plan       of a call with key lengths, layout BTNH and S a multiple of `page`; the new one has that page
-    operands   of the call; in the new ones key is a view of the same numbers, [B * S / page, page, M, D], value likewise with E, and pages
-               is [B, S / page], in order
-
-    A plan for pages has no extra features, so the plan must not have any.
-    """
-    assert plan.layout == "BTNH"
-    assert plan.extra_dim == 0
-    view = lambda x: x.reshape(-1, page, *x.shape[2:])
-    numbers = jnp.arange(plan.batch * plan.kv_len // page, dtype=jnp.int32).reshape(plan.batch, -1)
-    made = operands._replace(key=view(operands.key), value=view(operands.value), pages=numbers)
-    return dataclasses.replace(plan, page=page), made
-
-
 def widened(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
     """The same call with pools in the plan's dtype: (plan, operands), or the arguments themselves if the cache is not quantised.
 

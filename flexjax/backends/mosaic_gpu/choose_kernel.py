@@ -206,13 +206,10 @@ def views_as_pages(plan: KernelPlan, card: Card | None) -> bool:
 
     Only where keys are more than queries, as in a buffer: beside as many queries the copy is a few percent of the products, and no GPU has
     compared the two ways. The bits are the same. False also for extra features, which are joined to the keys by a copy; where the kernel reads
-    no pages in place (float32, whose keys are split into parts by a copy, and columns shared by two CTAs); and, unless
-    decode_tiles.CLIPS_ROWS is set, where such pages are no view of the arrays (layout BNTH, or a number of keys that VIEWED_PAGE does not
-    divide).
+    no pages in place (float32, whose keys are split into parts by a copy, and columns shared by two CTAs).
     """
     buffer = plan.page == 0 and plan.lengths[1] and plan.kv_len > plan.q_len
-    view = decode_tiles.CLIPS_ROWS or (plan.layout == "BTNH" and plan.kv_len % VIEWED_PAGE == 0)
-    return buffer and view and plan.extra_dim == 0 and _kernel_reads_pages(plan, card)
+    return buffer and plan.extra_dim == 0 and _kernel_reads_pages(plan, card)
 
 
 def _kernel_reads_pages(plan: KernelPlan, card: Card | None) -> bool:

@@ -1,17 +1,24 @@
-"""Copies by TMA of swizzled tiles from an array whose number of rows 8 does not divide, which Pallas refuses.
+"""Copies by TMA between swizzled tiles and an array whose number of rows 8 does not divide, which Pallas refuses.
 
-WGMMA reads a tile in pieces of 8 rows and 128 bytes, and the pieces of 8 rows lie side by side (SwizzledTiles). A copy of [rows, D] into
-such a tile sees the array as [S / 8, D / 64, 8, 64], so that 8 must divide S: Pallas raises an error otherwise, and an array of another
-length would have to be copied to a longer one before the kernel. `clip_rows` replaces the copies of one kernel:
+WGMMA reads a tile in pieces of 8 rows and 128 bytes, and the pieces of 8 rows lie side by side (SwizzledTiles). A copy of [rows, D]
+between such a tile and an array sees the array as [S / 8, D / 64, 8, 64], so that 8 must divide S: Pallas raises an error otherwise, and an
+array of another length would have to be copied to a longer one before the kernel, and a result cut after it. `clip_rows` replaces the copies
+of one kernel in both directions. The *whole rows* of the array are its first S / 8 * 8. Row numbers are static, but for the first of a tile.
 
-    the tile ends in the first S / 8 * 8 rows   one copy, of the array without its last S % 8 rows
-    it reaches past them                        rows / 8 copies, of 8 rows each, of the array as [D / 64, S, 64]: the order in memory
-                                                is that of one piece of 8 rows, and rows are not divided
+    a tile one piece wide             one copy, of the array as [D / 64, S, 64]: pieces below one another are rows in order
+    read, the last whole row ends it  one copy, of the whole rows
+      or comes after it
+    read, it reaches past them        its whole rows, then 8 rows of the array as [D / 64, S, 64]: the order in memory is that of one piece
+                                      of 8 rows, and rows are not divided. Then zeros, which TMA reads past the end of the whole rows
+      in a kernel whose tiles begin   rows / 8 copies of 8 rows each, of the array as [D / 64, S, 64]
+      anywhere
+    written                           one copy to the whole rows, and 8 rows as above if the tile has some of the rows after them
 
-TMA writes zeros for rows past S and counts their bytes, so either way the barrier expects the bytes of the whole tile. Only the last
-tile of a head reaches past the last full eight rows, so that few tiles have eight to sixteen copies.
+TMA reads zeros for rows past S and counts their bytes, so either way the barrier expects the bytes of the whole tile. To the array TMA
+writes no row past S; the copies of one tile are one group for `plgpu.wait_smem_to_gmem`, as they are without `clip_rows`. Where 8 divides S
+nothing changes.
 
-Nothing here is for the simulator, which has arrays of whole tiles. Stores are not replaced.
+Nothing here is for the simulator, which has arrays of whole tiles.
 """
 
 import typing
@@ -21,27 +28,32 @@ from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith, nvvm, scf
 
-from flexjax.backends.mosaic_gpu import decode_tiles
+from flexjax.backends.mosaic_gpu.kernel_parts import ptx
 
 PIECE_ROWS = 8
-"""Rows of a piece of a swizzled tile."""
+"""Rows of a piece of a swizzled tile. Without `clip_rows` a kernel copies arrays whose number of rows is a multiple of this."""
+MOST_ROWS = 256
+"""The most rows of one copy by TMA."""
 
 
-def clip_rows(interpret: bool) -> None:
-    """Lets all copies to shared memory that are traced after this call in the same kernel read arrays of any number of rows, where
-    decode_tiles.CLIPS_ROWS says so. A kernel calls it once, before its warpgroups part. Nothing in the simulator.
+def clip_rows(interpret: bool, *, aligned: bool = False) -> None:
+    """Lets all copies between shared and global memory that are traced after this call in the same kernel read and write arrays of any
+    number of rows. A kernel calls it once, before its warpgroups part. Nothing in the simulator.
+
+    aligned   whether every tile that the kernel reads begins at a multiple of its rows; a tile that reaches past the end of the array then
+              takes three copies, whose rows are static
 
     It changes the launch context of this one kernel, through which Pallas emits its copies while the kernel is lowered; no instruction is
     emitted here.
     """
-    if interpret or not decode_tiles.CLIPS_ROWS:
+    if interpret:
         return
 
     def replace(context: typing.Any) -> None:
         """Puts `_ClippedCopy` in the place of the context's own copy."""
-        context.async_copy = _ClippedCopy(context.async_copy)
+        context.async_copy = _ClippedCopy(context.async_copy, aligned)
 
     plgpu.inline_mgpu(arg_types=(), return_type=None)(replace)()
 
@@ -49,61 +61,114 @@ def clip_rows(interpret: bool) -> None:
 class _ClippedCopy:
     """`LaunchContext.async_copy` for arrays of any number of rows.
 
-    copy   the method of the launch context
+    copy      the method of the launch context
+    aligned   of `clip_rows`
     """
 
-    def __init__(self, copy: typing.Callable[..., None]) -> None:
+    def __init__(self, copy: typing.Callable[..., None], aligned: bool) -> None:
         self.copy = copy
+        self.aligned = aligned
 
     def __call__(self, **given: typing.Any) -> None:
-        """Emits the copies of one tile, by the table at the top of this file; whatever is no copy of rows in swizzled pieces from such an
-        array is emitted unchanged.
+        """Emits the copies of one tile, by the table at the top of this file; whatever is no copy of rows in swizzled pieces from or to such
+        an array is emitted unchanged.
 
-        given   the arguments of the method; a copy to shared memory comes from Pallas, which has already told the barrier how many bytes
-                to expect (`arrive` is False)
+        given   the arguments of the method. A copy to shared memory has a `barrier`; it comes from Pallas, which has already told the barrier
+                how many bytes to expect (`arrive` is False). A copy to global memory has none, and ends a group if `arrive` is True
         """
         transforms = given.get("gmem_transform", ())
-        if given.get("barrier") is None or len(transforms) != 1 or not isinstance(transforms[0], mgpu.TileTransform):
+        if len(transforms) != 1 or not isinstance(transforms[0], mgpu.TileTransform):
             self.copy(**given)
             return
         (tiling,) = transforms
-        shape = ir.MemRefType(given["src_ref"].type).shape
+        stores = given.get("barrier") is None
+        array, smem = ("dst_ref", "src_ref") if stores else ("src_ref", "dst_ref")
+        shape = ir.MemRefType(given[array].type).shape
         starts, sizes, squeezed = mgpu_utils.parse_indices(given["gmem_slice"], shape, check_oob=False)
         axes = [axis for axis, one in enumerate(squeezed) if not one]
         if len(axes) != 2 or tiling.tiling[0] != PIECE_ROWS or shape[axes[0]] % PIECE_ROWS == 0:
             self.copy(**given)
             return
-        assert given["arrive"] is False
-        axis = axes[0]
-        rows, whole = sizes[axis], shape[axis] // PIECE_ROWS * PIECE_ROWS
+        assert stores or given["arrive"] is False
+        row_axis, column_axis = axes
+        rows, whole = sizes[row_axis], shape[row_axis] // PIECE_ROWS * PIECE_ROWS
+        # The array as [S / 8, D / 64, 8, 64] without its last rows, and as [D / 64, S, 64].
+        whole_rows = (mgpu.TileTransform(tiling.tiling, rounding=launch_context.Rounding.DOWN),)
+        all_rows = mgpu.TileTransform(tiling.tiling[1:]), mgpu.TransposeTransform((1, 0, 2))
+        if sizes[column_axis] == tiling.tiling[1] and rows <= MOST_ROWS:
+            tile = mgpu_utils.memref_unsqueeze(mgpu_utils.memref_fold(given[smem], 0, 3), 0)
+            self.copy(**{**given, smem: tile, "gmem_transform": all_rows})
+            return
+        i32 = ir.IntegerType.get_signless(32)
         number = lambda n: mgpu.c(n, ir.IndexType.get())
-        start: typing.Any = (
-            starts[axis] if isinstance(starts[axis], ir.Value) else number(typing.cast(int, starts[axis]))
-        )
+        as_value = lambda x: x if isinstance(x, ir.Value) else number(x)
+        start = as_value(starts[row_axis])
+        compare = lambda relation, n: arith.cmpi(relation, start, number(n))
 
-        def at_once() -> None:
-            """One copy of the array without its last rows."""
-            without = mgpu.TileTransform(tiling.tiling, rounding=launch_context.Rounding.DOWN)
-            self.copy(**{**given, "gmem_transform": (without,)})
+        def part(view: tuple[typing.Any, ...], first: typing.Any, count: int, pieces: typing.Any) -> None:
+            """One copy of a part of the tile, which does not end a group.
 
-        def by_pieces() -> None:
+            view     `whole_rows` or `all_rows`
+            first    number of its first row in the array, an int or an MLIR index
+            count    of rows; 8 of them for `all_rows`
+            pieces   which pieces of 8 rows of the tile they are: a slice, or the number of one
+            """
+            index = [s if one else mgpu.ds(s, size) for s, size, one in zip(starts, sizes, squeezed, strict=True)]
+            index[row_axis] = mgpu.ds(as_value(first), count)
+            changed = {"gmem_slice": tuple(index), "gmem_transform": view, "arrive": False}
+            self.copy(**{**given, **changed, smem: mgpu.memref_slice(given[smem], pieces)})
+
+        def each_piece() -> None:
             """A copy for each 8 rows of the tile, in a loop."""
-            columns = mgpu.TileTransform(tiling.tiling[1:]), mgpu.TransposeTransform((1, 0, 2))
             loop = scf.ForOp(number(0), number(rows // PIECE_ROWS), number(1))
             with ir.InsertionPoint(loop.body):
                 first = arith.addi(start, arith.muli(loop.induction_variable, number(PIECE_ROWS)))
-                index = [s if one else mgpu.ds(s, size) for s, size, one in zip(starts, sizes, squeezed, strict=True)]
-                index[axis] = mgpu.ds(first, PIECE_ROWS)
-                piece = mgpu.memref_slice(given["dst_ref"], loop.induction_variable)
-                self.copy(**{**given, "dst_ref": piece, "gmem_slice": tuple(index), "gmem_transform": columns})
+                part(all_rows, first, PIECE_ROWS, loop.induction_variable)
                 scf.yield_([])
 
-        if whole < rows:
-            by_pieces()
-            return
-        inside = arith.cmpi(arith.CmpIPredicate.sle, start, number(whole - rows))
-        branch = scf.IfOp(inside, has_else=True)
-        for region, emit in zip(branch.regions, (at_once, by_pieces), strict=True):
+        def whole_then_last() -> None:
+            """The copies of a tile whose first row is a multiple of its rows and that has the last rows of the array."""
+            first, pieces = whole // rows * rows, rows // PIECE_ROWS
+            last = (whole - first) // PIECE_ROWS  # the piece that has them
+            if last:
+                part(whole_rows, first, last * PIECE_ROWS, slice(0, last))
+            part(all_rows, whole, PIECE_ROWS, last)
+            if last + 1 < pieces:
+                part(whole_rows, whole + PIECE_ROWS, (pieces - last - 1) * PIECE_ROWS, slice(last + 1, pieces))
+
+        def last_piece() -> None:
+            """The copy of the piece that has the last rows of the array; the tile must have it."""
+            part(all_rows, whole, PIECE_ROWS, arith.divui(arith.subi(number(whole), start), number(PIECE_ROWS)))
+
+        at_once = lambda: part(whole_rows, start, rows, slice(0, rows // PIECE_ROWS))
+        relation = arith.CmpIPredicate
+        if stores:
+            if whole:
+                at_once()
+            reaches = compare(relation.sle, whole)
+            if whole >= rows:
+                reaches = arith.andi(reaches, compare(relation.sgt, whole - rows))
+            _choose(reaches, last_piece)
+            if given["arrive"]:
+                nvvm.cp_async_bulk_commit_group()
+        elif whole == 0 or (whole < rows and not self.aligned):
+            each_piece()
+        elif self.aligned:
+            # The compiler must not know the number: it would write out a loop over tiles of which one takes this branch.
+            last_tile = ptx("mov.b32 $0, $1;", mgpu.c(whole // rows * rows, i32), result=i32)
+            same = arith.cmpi(relation.eq, start, arith.index_cast(ir.IndexType.get(), last_tile))
+            _choose(same, whole_then_last, at_once)
+        else:
+            _choose(compare(relation.sle, whole - rows), at_once, each_piece)
+
+
+def _choose(
+    condition: ir.Value, then: typing.Callable[[], None], otherwise: typing.Callable[[], None] | None = None
+) -> None:
+    """Emits a branch: what `then` emits where `condition`, an i1, holds, and what `otherwise` emits where it does not."""
+    branch = scf.IfOp(condition, has_else=otherwise is not None)
+    for region, emit in zip(branch.regions, (then, otherwise), strict=False):
+        if emit is not None:
             with ir.InsertionPoint(region.blocks[0]):
                 emit()
                 scf.yield_([])

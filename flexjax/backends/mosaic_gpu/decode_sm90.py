@@ -18,7 +18,6 @@ from flexjax.backends.mosaic_gpu import (
     clipped_copies,
     decode_sm90_merge,
     decode_sm90_scales,
-    decode_tiles,
     kernel_parts,
     memory,
 )
@@ -166,13 +165,12 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
 
     work   `DecodeItems.work` of the call
 
-    Head dims are padded with zeros to those of the tile, packed queries to `tile.stored_rows` rows, and keys and values to `stored_keys`
-    rows, unless decode_tiles.CLIPS_ROWS is set. The simulator does not fill in zeros past the end of an array: there keys and values have `stored_keys` rows and at
-    least those of a tile, the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
+    Head dims are padded with zeros to those of the tile, and packed queries to `tile.stored_rows` rows. The simulator does not fill in zeros
+    past the end of an array: there keys and values have `stored_keys` rows and at least those of a tile, the packed queries ROWS rows, and
+    a cache in pages one more page, of zeros. Quantised keys and values become int8.
     """
     plan, tile, page = setup.plan, setup.tile, setup.page
-    rows = tile.stored_rows
-    stored = plan.kv_len if decode_tiles.CLIPS_ROWS else setup.items.stored_keys
+    rows, stored = tile.stored_rows, plan.kv_len
     layout, key, value = plan.layout, operands.key, operands.value
     if setup.interpret:
         rows, stored = ROWS, max(setup.items.stored_keys, tile.block_kv)

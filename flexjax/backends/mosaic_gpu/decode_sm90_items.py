@@ -122,7 +122,7 @@ class DecodeItems:
     @property
     def stored_keys(self) -> int:
         """The keys of the plan, rounded up to the `copy_rows` of the tile: where the last tile ends. The array has as many
-        rows, or with decode_tiles.CLIPS_ROWS those of the plan, and copies give zeros for the others.
+        rows in the simulator; on the device it has those of the plan, and copies give zeros for the others.
         """
         return round_up(self.plan.kv_len, self.tile.copy_rows)
 

@@ -16,8 +16,8 @@ class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory, head dims padded.
 
     query         [B, M, R, D], R packed rows: `tile.stored_rows`, in the simulator ROWS; those past `used_rows` are zeros
-    key, value    [B, S, M, D or E] or [B, M, S, D or E] by the layout of the plan, S padded to
-                  `stored_keys`, or as in the call with decode_tiles.CLIPS_ROWS; in pages [P, page, M, D or E]
+    key, value    [B, S, M, D or E] or [B, M, S, D or E] by the layout of the plan, S as in the call, in
+                  the simulator padded; in pages [P, page, M, D or E]
     work          what the work items are read from
     score, mask   captured arrays of the two programs, then the tables of an origin
     pages         [B, pages of a batch entry] int32; None where keys are contiguous

@@ -51,10 +51,6 @@ MOST_QUERIES = 1024
 """The most numbers of packed queries that each warp keeps in registers there: 16 registers a thread."""
 COPY_ROWS = 8
 """A copy starts at a multiple of this many rows of keys or values."""
-CLIPS_ROWS = False
-"""Whether keys and values of any number are read in place (clipped_copies.py). False, until a GPU has run these copies: keys and values are
-padded by a copy to a number that COPY_ROWS divides, and contiguous keys with lengths are read as pages only where pages are a view of
-them (choose_kernel.views_as_pages)."""
 
 
 @dataclasses.dataclass(frozen=True)

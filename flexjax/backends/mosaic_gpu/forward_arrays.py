@@ -7,27 +7,25 @@ itself, to the lengths of `padded_lengths` and to the columns of its tile.
 import jax
 import jax.numpy as jnp
 
-from flexjax.backends.mosaic_gpu import decode_tiles, kernel_parts, memory, tile_scheduler
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_scheduler
 from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
-TMA_ROWS = 8
-"""Numbers of rows that TMA copies are multiples of this; TMA fills in zeros past the end itself. More keys than queries may have any number
-where decode_tiles.CLIPS_ROWS says so."""
-
 
 def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
-    """(queries, keys) that the operands of a forward kernel are padded to: queries to a multiple of `unit` rows, and keys too unless
-    decode_tiles.CLIPS_ROWS is set and they are more than queries, as in a cache. Beside as many queries a copy of the keys is little, and copies from an array of any length need
-    registers (up to 36 bytes more are spilled by the kernel on mma.sync, whose threads also compute). In the simulator whole query tiles,
-    and whole key tiles or, with a block mask, whole blocks of it, because the simulator does not fill in zeros past the end of an array.
+    """(queries, keys) that the operands of a forward kernel are padded to: both to a multiple of `unit` rows, but more keys than queries, as
+    in a cache, keep their number. In the simulator whole query tiles, and whole key tiles or, with a block mask, whole blocks of it, because
+    the simulator does not fill in zeros past the end of an array.
+
+    unit   1 for a kernel that reads and writes arrays of any length. PIECE_ROWS for the one on mma.sync that copies by TMA: its threads
+           also compute, and spill up to 36 bytes more where arrays have any length, while a copy of the keys is little beside as many queries
     """
     plan, tile = setup.plan, setup.tile
     if not setup.interpret:
-        as_they_are = decode_tiles.CLIPS_ROWS and plan.kv_len > plan.q_len
-        return round_up(plan.q_len, unit), plan.kv_len if as_they_are else round_up(plan.kv_len, unit)
+        more_keys = plan.kv_len > plan.q_len
+        return round_up(plan.q_len, unit), plan.kv_len if more_keys else round_up(plan.kv_len, unit)
     keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
     return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
 

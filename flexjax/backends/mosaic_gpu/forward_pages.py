@@ -12,9 +12,9 @@ The copy of the last page is needed because weights of 0 times NaN are NaN, and 
 page for each batch entry. Scores of such keys are hidden by a select, so keys need no copy. cp.async itself writes zeros past the last
 key, so there is no such copy with it.
 
-Contiguous keys with lengths are read in the same way where `choose_kernel.views_as_pages` says so. As a rule they are a view in pages, with
-a table of numbers that ascend. With decode_tiles.CLIPS_ROWS there is no table: a part comes from the array itself, which may have any number
-of keys and either layout, and a part past the last key from past the end of the array.
+Contiguous keys with lengths are read in the same way where `choose_kernel.views_as_pages` says so. There is no table:
+a part comes from the array itself, which may have any number of keys and either layout, and a part past the last key from past the end of
+the array.
 
 Pools of float32 or 8 bits, and head dims whose columns two CTAs share, are not read in place: `choose_kernel.reads_pages`.
 """

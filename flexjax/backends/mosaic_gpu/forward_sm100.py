@@ -18,7 +18,6 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
-from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm100_issue import IssuingWarps
@@ -65,7 +64,7 @@ def forward(
             else:
                 compute(i32(0))
 
-        clip_rows(setup.interpret)
+        clip_rows(setup.interpret, aligned=True)
         role = lax.axis_index("wg")
         when(role < tile.groups)(softmax)
         when(role == tile.groups)(IssuingWarps(setup, inputs, scratch).run)
@@ -84,13 +83,13 @@ def forward(
 
 
 def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None) -> Inputs[jax.Array]:
-    """The operands in the form in which the kernel reads them: head dims padded with zeros, lengths as
-    `forward_arrays.padded_lengths` says.
+    """The operands in the form in which the kernel reads them: head dims padded with zeros, lengths for
+    the simulator alone (`forward_arrays.padded_lengths`).
 
     pages   of keys in pages, whose pool takes the place of key and value; None for contiguous keys
     """
     layout, tile = setup.plan.layout, setup.tile
-    q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS)
+    q_length, kv_length = forward_arrays.padded_lengths(setup, 1)
     query = pad(operands.query, layout, q_length, tile.head_dim)
     if pages is None:
         key = pad(operands.key, layout, kv_length, tile.head_dim)

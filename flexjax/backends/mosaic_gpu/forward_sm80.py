@@ -13,8 +13,7 @@ import jax
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import forward_arrays
-from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
-from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
+from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS, clip_rows
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
 from flexjax.backends.mosaic_gpu.forward_sm80_rows import MmaRows
@@ -71,11 +70,11 @@ def _inputs(setup: Setup, operands: Operands, pages: KeyPages[jax.Array] | None)
     operands   of the call, with extra features joined to the head dim
     pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
-    Head dims are padded with zeros, lengths as `forward_arrays.padded_lengths` says, queries to TMA_ROWS where TMA copies; cp.async reads
+    Head dims are padded with zeros, lengths as `forward_arrays.padded_lengths` says, queries to PIECE_ROWS where TMA copies; cp.async reads
     arrays of any length.
     """
     tile, layout = setup.tile, setup.plan.layout
-    q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS if tile.copying == "tma" else 1)
+    q_length, kv_length = forward_arrays.padded_lengths(setup, PIECE_ROWS if tile.copying == "tma" else 1)
     if pages is None:
         key = pad(operands.key, layout, kv_length, tile.head_dim)
         value = pad(operands.value, layout, kv_length, tile.value_dim)

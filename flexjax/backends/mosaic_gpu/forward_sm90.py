@@ -22,7 +22,6 @@ from flexjax.backends.mosaic_gpu import forward_arrays, partial_sums, staging, t
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
-from flexjax.backends.mosaic_gpu.forward_arrays import TMA_ROWS
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages, pools_for
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
@@ -55,7 +54,7 @@ def forward(
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
-        clip_rows(setup.interpret)
+        clip_rows(setup.interpret, aligned=True)
         role = lax.axis_index("wg")
         partial_sums.begin(scratch.exchange, setup.interpret)
         when(role < tile.groups)(Consumer(setup, inputs, outputs, scratch).run)
@@ -92,12 +91,12 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     operands   of the call, with extra features joined to the head dim
     pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
-    Head dims are padded with zeros, lengths as `forward_arrays.padded_lengths` says.
+    Head dims are padded with zeros, lengths for the simulator alone (`forward_arrays.padded_lengths`).
     Queries, keys and values of float32 are split into parts (float_parts.py). In the simulator the staged array is
     padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
     plan, tile = setup.plan, setup.tile
-    q_length, kv_length = forward_arrays.padded_lengths(setup, TMA_ROWS)
+    q_length, kv_length = forward_arrays.padded_lengths(setup, 1)
     padded = lambda x, length, dim: split(pad(x, plan.layout, length, dim), tile.parts)
     key_dim, value_dim = tile.head_dim * tile.ctas, tile.value_dim * tile.ctas
     if pages is None:

@@ -356,10 +356,7 @@ class MosaicGpu:
         in_pages = choose_kernel.reads_pages(plan, card)
         if choose_kernel.views_as_pages(plan, card):
             in_pages = True
-            if decode_tiles.CLIPS_ROWS:
-                plan = dataclasses.replace(plan, page=choose_kernel.VIEWED_PAGE)
-            else:
-                plan, operands = pages.as_pages(plan, operands, choose_kernel.VIEWED_PAGE)
+            plan = dataclasses.replace(plan, page=choose_kernel.VIEWED_PAGE)
         key_pages = None
         if in_pages:
             from flexjax.backends.mosaic_gpu import forward_pages

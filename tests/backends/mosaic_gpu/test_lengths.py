@@ -47,24 +47,20 @@ def test_slots_past_the_lengths_hold_nan() -> None:
 
 
 MANY = [
-    (None, "none", "BTNH", True), (None, "causal", "BNTH", True), ("mma", "causal", "BNTH", True), ("8.0", "blocks", "BNTH", True),
-    ("tcgen05", "causal", "BTNH", True), (None, "blocks", "BTNH", True), (None, "causal", "BTNH", False), ("8.0", "blocks", "BTNH", False),
+    (None, "none", "BTNH"), (None, "causal", "BNTH"), ("mma", "causal", "BNTH"), ("8.0", "blocks", "BNTH"),
+    ("tcgen05", "causal", "BTNH"), (None, "blocks", "BTNH"), (None, "causal", "BTNH"), ("8.0", "blocks", "BTNH"),
 ]  # fmt: skip
-"""Families of kernels (8.0: those that copy by cp.async), what the call masks, the layout of its arrays, and decode_tiles.CLIPS_ROWS."""
+"""Families of kernels (8.0: those that copy by cp.async), what the call masks, and the layout of its arrays."""
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # of what is hidden
-@pytest.mark.parametrize(("family", "masked", "layout", "clips"), some_slow(MANY, MANY[6:7]))
-def test_many_queries_over_a_buffer(
-    family: Any, masked: str, layout: Any, clips: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More than 64 rows of a key head read the buffer in place, without CLIPS_ROWS if 128 divides its length: NaN past the lengths reaches nothing, and the bits are those of a buffer of
+@pytest.mark.parametrize(("family", "masked", "layout"), some_slow(MANY, MANY[6:7]))
+def test_many_queries_over_a_buffer(family: Any, masked: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 rows of a key head read the buffer in place: NaN past the lengths reaches nothing, and the bits are those of a buffer of
     another length, and of one whose keys are copied.
     """
-    from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles
+    from flexjax.backends.mosaic_gpu import choose_kernel
     from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
-
-    monkeypatch.setattr(decode_tiles, "CLIPS_ROWS", clips)
 
     if family == "8.0":
         monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS["8.0"], capability="9.0"))
@@ -98,7 +94,7 @@ def test_many_queries_over_a_buffer(
         return [np.asarray(x, np.float32) for x in (out, aux.lse, aux.max_scores)]
 
     found = [results(keys, "mosaic_gpu") for keys in (256, 195)] + [results(200, "mosaic_gpu", in_place=False)]
-    assert viewed == [True, clips, clips]
+    assert viewed == [True] * 3
     for got, want in zip(found[0], results(256, "reference"), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-2)
     for other in found[1:]:
