@@ -16,6 +16,7 @@ from flexjax.backends.mosaic_gpu import backward_sm100, choose_kernel, sm100_sup
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm90 import captured_gradients, gradients_of
+from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, direct_gradients
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
@@ -41,7 +42,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     d_out = given.d_out.astype(operands.query.dtype)
     stats = row_statistics(plan, given.results, d_out, given.d_lse, card.copying)
     joined_plan, joined = join_extra(plan, operands)
-    tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
+    tokens = common.padded_tokens(joined_plan, joined, d_out, stats, PIECE_ROWS)
     call = common.BackwardCall(joined_plan, derivative, tokens, common.captures_of(operands))
     direct = direct_gradients(joined_plan, derivative, wanted.score_captures)
     dq_tiles, dkv_tiles = choose_kernel.mma_backward_kernels(joined_plan, card)

@@ -48,7 +48,7 @@ def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
     d_out = given.d_out.astype(operands.query.dtype)
     stats = row_statistics(plan, given.results, d_out, given.d_lse)
     joined_plan, joined = join_extra(plan, operands)
-    tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
+    tokens = common.padded_tokens(joined_plan, joined, d_out, stats, unit=1)
     bias = dense_bias_plan(joined_plan, derivative, wanted.score_captures)
     captures = padded_captures(joined_plan, bias, common.captures_of(operands))
 

@@ -70,22 +70,27 @@ def whole_len(plan: KernelPlan, axis: str) -> int:
     return round_up(length, 256)
 
 
-def padded_len(plan: KernelPlan, axis: str) -> int:
-    """The length that arrays over queries (`axis` "q") or keys ("kv") are padded to: their length rounded up to a multiple of 8 tokens
-    for TMA; `whole_len` in the simulator, which refuses copies that cross the end.
+def padded_len(plan: KernelPlan, axis: str, unit: int) -> int:
+    """The length that arrays over queries (`axis` "q") or keys ("kv") are padded to: their length rounded up to a multiple of `unit`
+    tokens; `whole_len` in the simulator, which refuses copies that cross the end.
+
+    unit   1 for kernels that call `clipped_copies.clip_rows`, `clipped_copies.PIECE_ROWS` for others
     """
-    return whole_len(plan, axis) if plan.options.interpret else round_up(plan.q_len if axis == "q" else plan.kv_len, 8)
+    if plan.options.interpret:
+        return whole_len(plan, axis)
+    return round_up(plan.q_len if axis == "q" else plan.kv_len, unit)
 
 
-def pad(x: jax.Array, plan: KernelPlan, axis: str, ctas: int = 1) -> jax.Array:
+def pad(x: jax.Array, plan: KernelPlan, axis: str, unit: int, ctas: int = 1) -> jax.Array:
     """x, [B, T, N, D] or [B, N, T, D] by the plan's layout, with zeros appended to T and D up to the sizes that the
     kernels take (`padded_len`, `padded_dim`).
 
     axis   "q" or "kv", what T counts
+    unit   of `padded_len`
     ctas   CTAs that share the columns (columns.py): D becomes `ctas` times the padded columns of one of them. 1: a CTA has all
     """
     dim = padded_dim(columns_of(x.shape[3], ctas)) * ctas
-    return kernel_parts.pad(x, plan.layout, padded_len(plan, axis), dim)
+    return kernel_parts.pad(x, plan.layout, padded_len(plan, axis, unit), dim)
 
 
 class Tokens(typing.NamedTuple, typing.Generic[Part]):
@@ -103,14 +108,17 @@ class Tokens(typing.NamedTuple, typing.Generic[Part]):
     stats: Part
 
 
-def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Tokens[jax.Array]:
+def padded_tokens(
+    plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array, unit: int
+) -> Tokens[jax.Array]:
     """The arrays over tokens of a call as the kernels take them: query, key, value and `d_out` padded and in parts.
 
     operands   of the call, with extra features joined to the head dim
     d_out      the cotangent of the result, in its shape
     stats      from row_statistics.py, taken as they are
+    unit       of `padded_len`
     """
-    padded = lambda x, axis: split(pad(x, plan, axis, ctas_of(plan)), parts_of(plan))
+    padded = lambda x, axis: split(pad(x, plan, axis, unit, ctas_of(plan)), parts_of(plan))
     keys = padded(operands.key, "kv"), padded(operands.value, "kv")
     return Tokens(padded(operands.query, "q"), *keys, padded(d_out, "q"), stats)
 

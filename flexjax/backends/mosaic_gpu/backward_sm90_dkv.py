@@ -31,6 +31,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Input
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
@@ -71,6 +72,7 @@ def backward_dkv(
         """The dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing one
         or, as the last of them, the copying one.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)

@@ -30,6 +30,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
@@ -62,6 +63,7 @@ def backward_dkv_split(
         """The split dK/dV kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA; 0 computes
         dV, 1 computes dK, 2 copies.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)

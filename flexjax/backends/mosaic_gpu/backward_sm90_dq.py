@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOut
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
@@ -71,6 +72,7 @@ def backward_dq(
         """The dQ kernel on the Refs `inputs`, `outputs` and `scratch`: finds what this CTA owns and runs its calling warpgroup,
         a computing one or, as the last of them, the copying one.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, tiles.head_major)

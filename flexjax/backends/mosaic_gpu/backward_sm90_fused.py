@@ -58,6 +58,7 @@ from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, 
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.choose_kernel import FusedKernel
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     Ref,
@@ -124,6 +125,7 @@ def backward_fused(
         """The fused kernel on the Refs `inputs`, `outputs` and `scratch`: runs the calling warpgroup of a CTA, a computing
         one, the copying one, or the one that adds dQ tiles to memory.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         cta = _Cta(setup, inputs, scratch, program)

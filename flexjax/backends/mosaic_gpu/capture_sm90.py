@@ -30,6 +30,7 @@ from flexjax.backends.mosaic_gpu.capture_kernel import (
     Visit,
 )
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts
@@ -57,6 +58,7 @@ def launch_hopper(kernel: CaptureKernel, inputs: Inputs[jax.Array]) -> Outputs[j
         """The kernel on the Refs `inputs`, `outputs` and `scratch`: finds the list of this CTA, of those with most visits first,
         and runs the calling warpgroup, a computing one or, as the last of them, the copying one.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         group = lax.axis_index("wg")
         list_number = inputs.order[lax.axis_index("program")]
         steps = kernel.steps(inputs.lists, list_number)

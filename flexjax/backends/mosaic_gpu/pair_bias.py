@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
+from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
@@ -136,7 +137,7 @@ class DirectGradient:
         if plan.options.interpret:
             return self.whole_tiles(plan), self.dtype
         keys = round_up(plan.kv_len, staging.PIECE[1] // self.item_bytes)
-        return (*self._leading(plan), common.padded_len(plan, "q"), keys), self.dtype
+        return (*self._leading(plan), common.padded_len(plan, "q", PIECE_ROWS), keys), self.dtype
 
     def whole_tiles(self, plan: KernelPlan) -> tuple[int, ...]:
         """`output_shape` with T' and S' rounded up to whole tiles and blocks of the mask (`whole_len`): what a kernel writes that

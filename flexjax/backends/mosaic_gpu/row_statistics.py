@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers
+from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
@@ -45,7 +46,7 @@ def row_statistics(
     have lse2 = +inf and delta = 0, so that their probabilities are 0. Where scores may be too large to scale (`may_be_large`), lse takes
     the place of lse2.
     """
-    pad = lambda x: common.pad(x, plan, "q")
+    pad = lambda x: common.pad(x, plan, "q", unit=1)
     rounding = None if results.rounding is None else pad(results.rounding)
     delta = row_dots(plan, pad(results.out), pad(d_out), rounding, copying)
     lse = results.lse.astype(jnp.float32)
@@ -112,6 +113,7 @@ def row_dots(
         """The kernel: one CTA of one warpgroup copies O (with `rounding`, both of its terms) and dO of ROWS queries of one head to shared
         memory, sums their products in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
         """
+        clip_rows(plan.options.interpret, aligned=True)
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))

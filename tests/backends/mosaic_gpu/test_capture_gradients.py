@@ -235,6 +235,7 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
         made.given.operands,
         made.given.d_out,
         row_statistics(made.plan, made.given.results, made.given.d_out, None),
+        unit=1,
     )
     assert made.given.derivative is not None
     total = capture_gradients._largest_total(made.plan, given, made.given.derivative, 0)
