@@ -69,11 +69,13 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
     head += [f"{p} against the best peer" for p in own] + [f"{OWN}, first call, s", f"{OWN}, error", "largest error"]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", "---", *["---:"] * (len(head) - 2)]) + "|"]
     ratios: dict[tuple[str, str], dict[str, float]] = {}
+    odd = {(problem, p) for problem, p, _ in _measured_otherwise(rows)}
     for row in rows:
         results = row["peers"]
-        best = min((results[p]["median"] for p in others if "median" in results.get(p, {})), default=None)
+        usual = {p: r for p, r in results.items() if "median" in r and (row["problem"], p) not in odd}
+        best = min((usual[p]["median"] for p in others if p in usual), default=None)
         cells = [row["problem"], row["which"], *(_gpu_milliseconds(results.get(p, {})) for p in peers)]
-        times = [results.get(p, {}).get("median") for p in own]
+        times = [usual.get(p, {}).get("median") for p in own]
         cells += [f"{row['flops'] / t / 1e12:.0f}" if t else "-" for t in times]
         cells += [f"{best / t:.2f}" if best and t else "-" for t in times]
         for p, t in zip(own, times, strict=True):
@@ -100,15 +102,39 @@ def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
     each reason why results are missing the workloads.
     """
     about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
-    how = {p: r["how"] for row in rows for p, r in row["peers"].items() if "how" in r}
-    measured = "; ".join(f"{p}: {h}" for p, h in how.items())
+    measured = "; ".join(f"{p}: {h}" for p, h in _usual(rows).items())
     lines = ["", f"{facts.get('device', 'no device')}; {about}. Medians: {measured}", f"`{command}`"]
     reasons: dict[str, list[str]] = {}
+    for problem, p, how in _measured_otherwise(rows):
+        reasons.setdefault(f"{p} was measured as {how}, no ratio", []).append(problem)
     for row in rows:
         for p, r in row["peers"].items():
             if _reason(r):
                 reasons.setdefault(f"{p} {'failed, ' if 'failed' in r else ''}{_reason(r)}", []).append(row["problem"])
     return lines + [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in sorted(reasons.items())]
+
+
+def _usual(rows: list[Row]) -> dict[str, str]:
+    """How most times of each peer were measured."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for p, r in row["peers"].items():
+            if "how" in r:
+                found.setdefault(p, []).append(r["how"])
+    return {p: statistics.mode(each) for p, each in found.items()}
+
+
+def _measured_otherwise(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """(workload, peer, how) of each time that was measured otherwise than most of its peer, such as by the wall clock while another
+    process used the GPU.
+    """
+    usual = _usual(rows)
+    return [
+        (row["problem"], p, r["how"])
+        for row in rows
+        for p, r in row["peers"].items()
+        if r.get("how", usual.get(p)) != usual.get(p)
+    ]
 
 
 def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command: str, cudnn: Sequence[str]) -> str:
@@ -132,7 +158,13 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"]
     ratios: dict[str, float] = {}
-    own_times = {r["problem"]: 1e3 * r["peers"][OWN]["median"] for r in rows if "median" in r["peers"].get(OWN, {})}
+    odd = {(problem, p) for problem, p, _ in _measured_otherwise(rows)}
+    comparable = lambda problem, p, result: "median" in result and (problem, p) not in odd
+    own_times = {
+        r["problem"]: 1e3 * r["peers"][OWN]["median"]
+        for r in rows
+        if comparable(r["problem"], OWN, r["peers"].get(OWN, {}))
+    }
     missed = []
     for row in rows:
         results, cells = row["peers"], [row["problem"]]
@@ -140,9 +172,11 @@ def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command:
             result = results.get(p, {})
             cells += [_gpu_milliseconds(result)]
             cells += [f"{row['bytes'] / result['median'] / 1e12:.2f}" if "median" in result else "-"]
-        best = min((results[p]["median"] for p in cudnn if "median" in results.get(p, {})), default=None)
+        best = min(
+            (results[p]["median"] for p in cudnn if comparable(row["problem"], p, results.get(p, {}))), default=None
+        )
         own = results.get(OWN, {})
-        if best is not None and "median" in own:
+        if best is not None and comparable(row["problem"], OWN, own):
             ratios[row["problem"]] = best / own["median"]
         cells += [f"{ratios[row['problem']]:.2f}" if row["problem"] in ratios else "-"]
         floor = FLOORS.get(row["problem"], Floor()).milliseconds(row["bytes"], own_times)

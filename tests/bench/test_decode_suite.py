@@ -1,12 +1,14 @@
 """The decode suite without a GPU: its cases, its float32 reference, its table."""
 
 import importlib.util
+import typing
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flexjax.bench import __main__ as command
-from flexjax.bench import decode_cases, decode_peers, device, inputs, report
+from flexjax.bench import decode_cases, decode_peers, device, inputs, kernel_times, report
 from flexjax.bench.decode_cases import DecodeCase
 
 CASES = decode_cases.DECODE_SUITES["decode"]
@@ -105,6 +107,32 @@ def test_table():
     lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
     assert lines[-2] == "- slower than the floor of an H200: B1 S128k"
     assert report.of_decode([], names, {}, "it", names[:2]).endswith("No case has times of both cuDNN and flexjax.")
+    window = dict(median=12e-3, error=4e-3, how="launches back to back")
+    rows.append(
+        dict(
+            problem="window", which="decode", bytes=4e9, peers={"jax.nn": rows[0]["peers"]["jax.nn"], "flexjax": window}
+        )
+    )
+    lines = report.of_decode(rows, names, dict(device="A GPU", jax="1"), "it", names[:2]).splitlines()
+    assert lines[4] == "| window | 1.000 | 4.00 | - | - | 12.000 | 0.33 | - | - | - | 4e-03 |"
+    assert "- flexjax was measured as launches back to back, no ratio: window" in lines
+    assert lines[-1] == "cuDNN / flexjax: worst 0.50 (pages), median 0.67 of 2"
+
+
+@pytest.mark.parametrize("losses", [2, 3])
+def test_cupti_is_asked_again_where_it_loses_records(losses: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def by_cupti(call: typing.Any, *operands: typing.Any, calls: int, aggregate: bool) -> list[float]:
+        asked.append(calls)
+        if len(asked) <= losses:
+            raise ValueError("the calls launch different kernels")
+        return [1.0, 2.0, 4.0]
+
+    monkeypatch.setattr(kernel_times, "_by_cupti", by_cupti)
+    seconds, how = kernel_times.device_time(jnp.sin, jnp.ones(3), calls=3)
+    assert how == ("cupti" if losses < 3 else "launches back to back")
+    assert (seconds == 2e-3) == (losses < 3)
 
 
 @pytest.mark.slow
