@@ -139,7 +139,7 @@ SPILLS = {
     "one kernel 128, grouped, divided": {"flexjax_backward_fused": 56},
     "one kernel 64": {"flexjax_backward_fused": 52},
     "one kernel 64, downward": {"flexjax_backward_fused": 52},
-    "one kernel 64, odd": {"flexjax_backward_fused": 56},
+    "one kernel 64, odd": {"flexjax_backward_fused": 60},
     "one kernel 64, alibi": {"flexjax_backward_fused": 48},
     "one kernel 64, alibi, any order": {"flexjax_backward_fused": 56},
     "one kernel 64, relative table": {"flexjax_backward_fused": 8},
