@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import flexjax
 from flexjax import KernelOptions, masks
 from tests.cases.on_hopper import backward_problem, benched, causal
 from tests.marks import some_slow
@@ -127,3 +128,47 @@ def test_how_many_ctas_divide_the_heads_of_a_key_tile(
     chosen = choose_kernel.backward_kernels(plan)
     assert isinstance(chosen, choose_kernel.FusedKernel)
     assert chosen.shares == shares
+
+
+DOCUMENTS = jnp.stack([jnp.arange(256) // 100, jnp.arange(256) // 60])
+
+
+def near_in_document(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return (q >= k) & (q - k < 40 * (h + 1)) & (DOCUMENTS[b, q] == DOCUMENTS[b, k])
+
+
+PLACED: dict[str, dict[str, typing.Any]] = {
+    "lengths": {
+        "query_seq_lengths": jnp.array([256, 130]),
+        "key_value_seq_lengths": jnp.array([200, 131]),
+        "mask_mod": masks.causal,
+    },
+    "lists of each batch entry and head": {"mask_mod": near_in_document},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("name", PLACED)
+@ENOUGH_THREADS
+def test_grouped_heads_as_on_xla(name: str, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_kernel, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(choose_kernel, "_shares", lambda plan: shares)
+    given = dict(PLACED[name])
+    if given["mask_mod"] is near_in_document:
+        given = {"block_mask": flexjax.create_block_mask(near_in_document, 2, 4, 256, 256)}
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (2, 256, heads, 64), jnp.bfloat16) for key, heads in zip(keys, (4, 1, 1, 4), strict=True)
+    )
+
+    def gradients(implementation: typing.Any, interpret: bool) -> tuple[jax.Array, ...]:
+        options = KernelOptions(interpret=interpret)
+        attend = lambda q, k, v: flexjax.flex_attention(
+            q, k, v, implementation=implementation, kernel_options=options, **given
+        )
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    for found, expected in zip(gradients("mosaic_gpu", True), gradients("xla", False), strict=True):
+        found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+        assert jnp.linalg.norm(found - expected) <= 6e-3 * jnp.linalg.norm(expected)
