@@ -58,7 +58,7 @@ LENGTHS: dict[tuple[int, int], tuple[int, ...]] = {
     (64, 4): (4096, 10240, 20480),
     (64, 8): (2048, 5120),
 }
-"""Causal attention alone: elsewhere both settings run the same program (choose_kernel.adds_in_order)."""
+"""Causal attention alone: elsewhere both settings run the same program (fused_choice.adds_in_order)."""
 CASES = [Case(*key, tokens) for key, lengths in LENGTHS.items() for tokens in lengths]
 
 

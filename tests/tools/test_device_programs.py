@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
+from flexjax.backends.mosaic_gpu import backward_fused_tiles, fused_choice
 from flexjax.bench import torch_flex
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
@@ -60,7 +60,7 @@ def test_one_kernel_of_128_queries_is_checked(name):
     words = problem.words(main[3] if main[3:] else None)
     options = flexjax.KernelOptions(deterministic=problem.deterministic)
     plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
-    assert choose_kernel.fused_is_faster(plan)
+    assert fused_choice.fused_is_faster(plan)
     assert backward_fused_tiles.fused_tiles(plan).queries == 128
 
 

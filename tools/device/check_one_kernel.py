@@ -144,10 +144,10 @@ def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tup
     The heuristics are as before at the return; with `fused` they still choose, and the list is empty if they take two
     kernels. The order of additions is the one that the problem asks for, also where the other is faster.
     """
-    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu import fused_choice
 
     found: list[int] = []
-    choose, in_order = choose_kernel.fused_is_faster, choose_kernel.adds_in_order
+    choose, in_order = fused_choice.fused_is_faster, fused_choice.adds_in_order
 
     def watched(plan: KernelPlan) -> bool:
         """Whether the fused kernel is taken; notes the queries of its tile in `found`."""
@@ -155,12 +155,12 @@ def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tup
         found.extend([] if tiles is None else [tiles.queries])
         return tiles is not None
 
-    choose_kernel.fused_is_faster = watched
-    choose_kernel.adds_in_order = lambda plan, tiles: plan.options.deterministic
+    fused_choice.fused_is_faster = watched
+    fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
     try:
         return jax.jit(problem.gradients).lower(*arrays), found
     finally:
-        choose_kernel.fused_is_faster, choose_kernel.adds_in_order = choose, in_order
+        fused_choice.fused_is_faster, fused_choice.adds_in_order = choose, in_order
 
 
 def norm(x: jax.Array) -> float:

@@ -109,11 +109,11 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu import fused_choice
 
     dim, deterministic = 64 if "64" in name else 128, "any_order" not in name
     full = deterministic and "causal" not in name
-    choose_kernel.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
+    fused_choice.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""
@@ -136,7 +136,7 @@ def chosen_kernel(name: str) -> typing.Any:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, three_groups
+    from flexjax.backends.mosaic_gpu import dq_order, fused_choice, three_groups
 
     mask_mod, dim, instruction, tokens = {
         "three_groups": (flexjax.masks.causal, 64, None, 640),
@@ -145,7 +145,7 @@ def chosen_kernel(name: str) -> typing.Any:
     }[name]
     three_groups.SPEED_UNDER_MASK = dq_order.MOST_UPWARD_DELAY = 100.0
     if name == "three_groups":
-        choose_kernel.fused_is_faster = lambda plan: True
+        fused_choice.fused_is_faster = lambda plan: True
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""

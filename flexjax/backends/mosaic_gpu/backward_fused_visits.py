@@ -121,9 +121,9 @@ class OwnKeys(typing.NamedTuple):
 class FusedVisits:
     """What is known of the visits at compile time.
 
-    plan      of the call
-    order     of the additions to dQ, None for any order
-    q_tiles   query tiles of a head
+    plan          of the call
+    order         of the additions to dQ, None for any order
+    q_tiles       query tiles of a head
     rows_shared   whether what `begin` of `each` returns serves all heads of a group
     """
 

@@ -153,7 +153,7 @@ written before it and read once a step."""
 
 def compile_cases(names: list[str]) -> None:
     from flexjax.backends.base import BackwardInputs
-    from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel, dq_order
+    from flexjax.backends.mosaic_gpu import backward_sm90, dq_order, fused_choice
     from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
     from flexjax.types import KernelOptions
     from tests.cases.on_hopper import backward_problem
@@ -168,9 +168,9 @@ def compile_cases(names: list[str]) -> None:
         )
         made = backward_problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
-        choose_kernel.fused_is_faster = lambda plan, fused=fused: fused
-        choose_kernel.adds_in_order = lambda plan, tiles: plan.options.deterministic
-        choose_kernel._shares = lambda plan, shares=shares: shares
+        fused_choice.fused_is_faster = lambda plan, fused=fused: fused
+        fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
+        fused_choice.shares_of = lambda plan, shares=shares: shares
         tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:

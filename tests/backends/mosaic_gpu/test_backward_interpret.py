@@ -10,7 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
+from flexjax.backends.mosaic_gpu import backward_sm90, fused_choice
 from flexjax.types import KernelOptions
 from tests.cases.hopper_backward import BACKWARD, CAPTURED, FUSED, FUSED_ONE_KEY_TILE
 from tests.cases.on_hopper import assert_gradients_close, backward_problem
@@ -43,8 +43,8 @@ ENOUGH_THREADS = pytest.mark.skipif(
 def check_one_kernel(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool, queries: int, tolerance: float = 8e-3, **case: typing.Any
 ) -> None:
-    monkeypatch.setattr(choose_kernel, "fused_is_faster", lambda plan: True)
-    monkeypatch.setattr(choose_kernel, "adds_in_order", lambda plan, tiles: plan.options.deterministic)
+    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(fused_choice, "adds_in_order", lambda plan, tiles: plan.options.deterministic)
     tiles = []
     run = backward_sm90.backward_fused
     monkeypatch.setattr(backward_sm90, "backward_fused", lambda *given: (tiles.append(given[-1].tiles), run(*given))[1])

@@ -15,7 +15,7 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import choose_kernel, dq_order
+from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, fused_choice
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.support import _kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
@@ -103,7 +103,7 @@ GROUPED: dict[str, tuple[int, dict[str, typing.Any]]] = {
 @ENOUGH_THREADS
 def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shares, case = GROUPED[name]
-    monkeypatch.setattr(choose_kernel, "_shares", lambda plan: shares)
+    monkeypatch.setattr(fused_choice, "shares_of", lambda plan: shares)
     check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, "kv_len": 384, **case})
 
 
@@ -152,8 +152,8 @@ PLACED: dict[str, dict[str, typing.Any]] = {
 @pytest.mark.parametrize("name", PLACED)
 @ENOUGH_THREADS
 def test_grouped_heads_as_on_xla(name: str, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_kernel, "fused_is_faster", lambda plan: True)
-    monkeypatch.setattr(choose_kernel, "_shares", lambda plan: shares)
+    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(fused_choice, "shares_of", lambda plan: shares)
     given = dict(PLACED[name])
     if given["mask_mod"] is near_in_document:
         given = {"block_mask": flexjax.create_block_mask(near_in_document, 2, 4, 256, 256)}

@@ -12,7 +12,14 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions
-from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, decode_tiles, forward_tiles, support
+from flexjax.backends.mosaic_gpu import (
+    backward_tiles,
+    choose_kernel,
+    decode_tiles,
+    forward_tiles,
+    fused_choice,
+    support,
+)
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
@@ -238,7 +245,7 @@ def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: boo
         made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
         fused = fused_tiles(made)
         assert fused is not None
-        assert choose_kernel.adds_in_order(made, fused) is (deterministic or in_order)
+        assert fused_choice.adds_in_order(made, fused) is (deterministic or in_order)
 
 
 def test_tiles_of_masks_that_divide() -> None:
