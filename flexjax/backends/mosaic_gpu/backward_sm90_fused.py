@@ -273,8 +273,8 @@ class _Cta:
         own    what the CTA owns
         warp   the slot whose tiles the calling warp adds; None: the calling warpgroup adds all tiles, in the simulator
 
-        Where dQ is late, tile n + 1 is dQ of visit n. Tile 0 belongs to no visit, so its numbers are dropped. All slots
-        are freed at the start, because the computing warpgroups then wait for a free slot before every tile.
+        Where dQ is late (`FusedSetup.dq_is_late`), tile n + 1 is dQ of visit n. Tile 0 belongs to no visit: it is waited for and not added.
+        All slots are freed at the start, because the computing warpgroups then wait for a free slot before every tile, also the first.
         """
         setup, scratch, slots = self.setup, self.scratch, self.setup.tiles.dq_slots
         mine = lambda slot: True if warp is None else slot == warp
