@@ -150,12 +150,13 @@ def flex_attention(
     "default", "high" and algorithms up to "BF16_BF16_F32_X3" and "TF32_TF32_F32", the Hopper kernels write each product as a sum
     of three products of bfloat16 parts. Its relative error is 2^-17; that of TF32, XLA's default on such a GPU, is 2^-11. The
     Hopper kernels refuse "highest", and the kernels for other GPUs all float32; xla runs both, and passes the precision to XLA.
-    The TPU kernels always multiply float32 exactly. With bfloat16 and float16 inputs `precision` has no effect: their products
+    The TPU kernels always multiply float32 at "highest". With bfloat16 and float16 inputs `precision` has no effect: their products
     are exact and summed in float32.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; `(q_idx - kv_idx) % m == 0` as a conjunct of mask_mod, because the tokens of
-    each residue are then computed as heads of their own; one block_mask for all layers that share it; reading captured arrays
+    each residue are then computed as heads of their own (not with origin or lengths, nor where mask_mod reads b, h or a captured array, or
+    score_mod reads an array at q_idx or kv_idx); one block_mask for all layers that share it; reading captured arrays
     at q_idx, kv_idx or q_idx - kv_idx + c, because those reads are slices and others are gathers. `flexjax.explain` says which
     backend runs a call, and `flexjax.autotune` finds its fastest tiles.
 

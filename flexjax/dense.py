@@ -74,12 +74,12 @@ class DenseBackend:
         return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None, rounding)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, whose whole pass runs again. The residual out
-        gives its dtype only, lse its shape.
+        """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, whose whole pass runs again. Of the results it
+        reads the dtype of out and, where there is no cotangent of lse, the shape and dtype of lse.
 
         given    operands, results, cotangents (that of lse is None where it is zero) and the wanted gradients; the derivative program is
                  not read
-        target   not read by `forward`, to which it is passed
+        target   passed to `forward`, which does not read it
         """
         operands, results, d_out, d_lse, wanted, _ = given
         flags = wanted.flat

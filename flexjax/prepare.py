@@ -46,7 +46,8 @@ class Call:
 
     plan       everything static about the call
     operands   its arrays: those that the user gave, captured arrays and block lists
-    score      the traced score_mod with its derivative; None if there is none or it is the identity
+    score      the traced score program, with its derivative where that can be traced: score_mod, and the factor `scale` where that is an
+               array; None if it is the identity
     origin     where the arrays lie in the whole problem; None: at 0
     """
 

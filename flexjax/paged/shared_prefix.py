@@ -19,9 +19,10 @@ class SharedPrefix:
     group            int32 [R]: the group of each request; a number outside 0 .. groups - 1 for a request without a group
     prefix_pages     int32 [groups, n]: the pages of the tokens that the requests of a group share, for example the row of `table.pages`
                      of one of its requests. n may be less than that of the table
-    prefix_lengths   int32 [groups]: how many tokens each group shares; any number, also within a page
+    prefix_lengths   int32 [groups]: how many tokens each group shares, clipped to 0 .. n * page; they need not fill their last page
 
-    A request that has fewer tokens than its group shares is attended by itself.
+    A request that has fewer tokens than its group shares is attended by itself. Nothing checks that the tokens of a group are the same:
+    attention reads `prefix_pages` in the place of each request's own pages.
 
     Example, requests 1 and 2 continue request 0, which has 4096 tokens:
 

@@ -14,13 +14,13 @@ from flexjax.plan.kernel_plan import KernelPlan
 class FusedSetup:
     """What is known of the kernel at compile time.
 
-    plan       with extra features joined to the head dim, and key heads as in `FusedKernel.spread`
+    plan       with extra features joined to the head dim, and `shares` times the key heads (`fused_choice.spread`)
     math       how a tile's P and dS are computed
     tiles      sizes of the kernel
     order      of the additions to dQ, None for any order
     kv_tiles   key tiles of a key head
     q_tiles    query tiles of a query head
-    shares     `FusedKernel.shares`
+    shares     CTAs among which the query heads of a key tile are divided
     """
 
     plan: KernelPlan

@@ -22,7 +22,8 @@ LANES, THREADS = 32, 128
 
 
 def write_operand(tile: jax.Array, target: Ref, interpret: bool) -> None:
-    """Writes a tile of a 16-bit dtype to shared memory by stmatrix, from the registers of a left operand of WGMMA in their order.
+    """Writes a tile of a 16-bit dtype to shared memory by stmatrix. Its layout in registers is that of a left operand of WGMMA. The whole
+    warpgroup calls it, and fences before WGMMA or TMA reads the tile.
 
     tile     [ROWS, columns], columns a multiple of PIECE
     target   [ROWS, columns] in shared memory, swizzled over 128 bytes

@@ -124,8 +124,8 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """The largest sizes of the fused kernel that fit shared memory and the options; None if there are none.
 
     Tiles of 128 queries come first, where `fits_128_query_tile`, then tiles of 64; for each, two slots of Q, dO and dQ,
-    then one slot of dQ, then one of dO and dQ. float32 and loads of an element for each (query, key), for which the fused
-    kernel does not run either, are not tested here but by choose_kernel.py. None where no sizes fit, and where
+    then one slot of dQ, then one of dO and dQ. float32 and loads of an element for each (query, key) are not tested here:
+    `fused_choice.fused_is_faster` excludes them. None where no sizes fit, and where
 
     - the padded head dim of queries and keys is not 64 or 128, or that of values is above 128;
     - the mask's key blocks are not multiples of FUSED_KEYS, or its query blocks of the tile's queries;

@@ -165,8 +165,8 @@ class FusedVisits:
 
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
-        begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head, or
-                  once a visit where `heads_inside` and not `rows_shared`
+        begin     begin(query head) returns the first argument of `step`; called once for each head. Where `heads_inside`, once for each
+                  visit and head, or once in all, with the first head of the group, where `rows_shared`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop

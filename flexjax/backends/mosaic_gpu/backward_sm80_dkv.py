@@ -140,7 +140,7 @@ class _Cta(VisitingCta):
         sums    before the visit
         """
         interpret, head = self.plan.options.interpret, self.sequence.first_head + visit.head
-        visited, start = self.visited, self.columns_of(visit.start)
+        visited, start = self.visited, self.first_scored(visit.start)
         tile = rows.at_columns(start, visit.masked)
         statistics = lambda: statistics_of(
             self.inputs.tokens, self.sequence.b, head, start, self.tiles.scored, ALONG_COLUMNS

@@ -127,7 +127,7 @@ class _Cta(VisitingCta):
         dq            [rows, D] float32, the sum before the visit
         lse2, delta   [rows], row statistics
         """
-        visited, interpret, start = self.visited, self.plan.options.interpret, self.columns_of(visit.start)
+        visited, interpret, start = self.visited, self.plan.options.interpret, self.first_scored(visit.start)
         tile = rows.at_columns(start, visit.masked)
         if isinstance(visited, SplitTiles):
             own_query, own_out = visited.own()
@@ -186,6 +186,6 @@ class _Cta(VisitingCta):
         @pl.loop(0, count)
         def one_tile(i: Scalar) -> None:
             """Writes zeros to the i-th skipped tile of each direct gradient."""
-            kv0 = self.columns_of(sequence.visits.tile(*own, i, False) * self.tiles.visited)
+            kv0 = self.first_scored(sequence.visits.tile(*own, i, False) * self.tiles.visited)
             for one, output in zip(self.gradients, self.outputs.direct_gradients, strict=True):
                 self.gradient_tile(one, output, kv0)[...] = zero_tile(self.math.shape).astype(one.dtype)

@@ -343,8 +343,10 @@ class VisitingCta:
         own = 0 if self.tiles.split_columns else self.visited.copies.group
         return self.own_start + own * self.tiles.rows
 
-    def columns_of(self, start: Scalar) -> Scalar:
-        """Number of the first token of which this warpgroup computes the scores, in the visited tile whose first token is `start`."""
+    def first_scored(self, start: Scalar) -> Scalar:
+        """Number of the first visited token whose scores this warpgroup computes, in the tile whose first token is `start`: another one for
+        each warpgroup where they split the columns.
+        """
         return start + self.visited.copies.group * self.tiles.scored if self.tiles.split_columns else start
 
     @property

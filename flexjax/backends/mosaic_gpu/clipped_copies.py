@@ -3,15 +3,16 @@
 WGMMA reads a tile in pieces of 8 rows and 128 bytes, and the pieces of 8 rows lie side by side (SwizzledTiles). A copy of [rows, D]
 between such a tile and an array sees the array as [S / 8, D / 64, 8, 64], so that 8 must divide S: Pallas raises an error otherwise, and an
 array of another length would have to be copied to a longer one before the kernel, and a result cut after it. `clip_rows` replaces the copies
-of one kernel in both directions. The *whole rows* of the array are its first S / 8 * 8. Row numbers are static, but for the first of a tile.
+of one kernel in both directions. The *whole rows* of the array are its first S // 8 * 8. Row numbers are static, but for the first of a tile.
 
-    a tile one piece wide             one copy, of the array as [D / 64, S, 64]: pieces below one another are rows in order
+    a tile one piece wide, of at      one copy, of the array as [D / 64, S, 64]: pieces below one another are rows in order
+      most MOST_ROWS rows
     read, the last whole row ends it  one copy, of the whole rows
       or comes after it
     read, it reaches past them        its whole rows, then 8 rows of the array as [D / 64, S, 64]: the order in memory is that of one piece
                                       of 8 rows, and rows are not divided. Then zeros, which TMA reads past the end of the whole rows
       in a kernel whose tiles begin   rows / 8 copies of 8 rows each, of the array as [D / 64, S, 64]
-      anywhere
+      at any multiple of 8 rows
     written                           one copy to the whole rows, and 8 rows as above if the tile has some of the rows after them
 
 TMA reads zeros for rows past S and counts their bytes, so either way the barrier expects the bytes of the whole tile. To the array TMA
@@ -40,10 +41,11 @@ MOST_ROWS = 256
 
 def clip_rows(interpret: bool, *, aligned: bool = False) -> None:
     """Lets all copies between shared and global memory that are traced after this call in the same kernel read and write arrays of any
-    number of rows. A kernel calls it once, before its warpgroups part. Nothing in the simulator.
+    number of rows. A kernel calls it once, before its warpgroups part. Every tile must begin at a multiple of 8 rows. Copies of anything
+    but rows in swizzled pieces of 8 stay as they are. Nothing in the simulator.
 
     aligned   whether every tile that the kernel reads begins at a multiple of its rows; a tile that reaches past the end of the array then
-              takes three copies, whose rows are static
+              takes at most three copies, whose rows are static
 
     It changes the launch context of this one kernel, through which Pallas emits its copies while the kernel is lowered; no instruction is
     emitted here.

@@ -64,7 +64,9 @@ class DqOrder(typing.NamedTuple):
                end
     downward   True: queries are walked from the last to the first, and key tile 0 has rank 0. False: from the first to
                the last, and the last key tile has rank 0
-    delay      the modelled start-up delay, relative to the kernel's time without the delay
+    delay      time that the fixed order is modelled to add, relative to the kernel's time without it. Downward: the start-up delay or
+               additions one after the other, and the bytes of partial sums; upward under a causal-like mask: SMs that idle at the end;
+               other masks: 0, not modelled
     """
 
     heads: int

@@ -3,10 +3,10 @@
 A key tile is copied in parts, each from one page. With TMA all parts arrive at the barrier of one slot; with cp.async they are one group
 of copies. The page table gives the page of each part:
 
-    the part begins at or past the last key   zeros: its page need not exist
-    its page number is not in the pool        zeros
-    values, in the page of the last key       from a copy of that page with zeros past the last key
-    otherwise                                 from the pool
+    the part begins past the last key      zeros: its page need not exist
+    its page number is not in the pool     zeros
+    values, in the page of the last key    from a copy of that page with zeros past the last key
+    otherwise                              from the pool
 
 The copy of the last page is needed because weights of 0 times NaN are NaN, and what a page holds past the last key may be NaN. It is one
 page for each batch entry. Scores of such keys are hidden by a select, so keys need no copy. cp.async itself writes zeros past the last
@@ -116,7 +116,7 @@ def pools_for(
 
 
 def _past_end(plan: KernelPlan) -> int:
-    """The first page boundary at or past the last key of contiguous keys: copies from there on give zeros."""
+    """The first page boundary past the last of the contiguous keys: copies from there on give zeros."""
     return round_up(plan.kv_len, plan.page)
 
 

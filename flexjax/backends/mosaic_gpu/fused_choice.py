@@ -16,7 +16,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 MOST_TICKETS = 1 << 22
 """The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
 MOST_DELAY, MOST_DELAY_UNGROUPED = 0.12, 1.0
-"""The largest modelled start-up delay at which the fused kernel in a fixed order beats two kernels, which multiply 1.4 times as much: with
+"""The largest `DqOrder.delay` at which the fused kernel in a fixed order beats two kernels, which multiply 1.4 times as much: with
 grouped heads; where each query head has a key head. The model overestimates the second: 0.54 was 0.12 when measured."""
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same with grouped heads where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
@@ -24,7 +24,7 @@ arrays over queries or keys, which two kernels evaluate twice."""
 LONG_CAUSAL = 2048
 """Keys from which any order is faster than a fixed one under a causal-like mask; with 256 keys any order takes 1.17 times as long."""
 ENOUGH_CTAS = 4
-"""CTAs of the fused kernel for each SM below which those of a key tile divide its query heads."""
+"""CTAs wanted for each SM. With fewer, several CTAs share the query heads of a key tile."""
 
 
 def spread(plan: KernelPlan, shares: int) -> KernelPlan:
@@ -38,11 +38,11 @@ def shares_of(plan: KernelPlan) -> int:
     """CTAs among which the query heads of a key tile are divided, a divisor of the group; 1: one CTA has them all.
 
     For full and causal-like masks it is the smallest divisor with which there are ENOUGH_CTAS for each SM of the reference GPU, else the
-    largest. A CTA of the fused kernel makes all visits of its key tile, so the GPU idles while a few long CTAs finish. Under other masks,
-    of unequal documents say, it is the largest: a whole group takes 1.7 times as long as its heads one by one.
+    largest: with one CTA for each key tile the GPU idles while a few long CTAs finish. Under other masks, of unequal documents say, it is
+    the largest: one CTA for a whole group takes 1.7 times as long as a CTA for each query head.
 
-    With more keys than queries the group is divided less, so that partial dK and dV take no more bytes than the sums of dQ do in float32
-    (4.3 GB each with 64 query heads of 128 and 131072 tokens).
+    Divisors with which the partial dK and dV, in 16 bits, would together take more bytes than one float32 sum of dQ do not count, as with
+    more keys than queries. That sum takes 4.3 GB with 64 query heads of 128 and 131072 tokens.
     """
     fit = [
         n
@@ -58,7 +58,7 @@ def shares_of(plan: KernelPlan) -> int:
 def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
-    False for float32 and with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
+    False for float32, and for a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
     any order and each query head has a key head, even if no tile of the fused kernel fits; else by `ordered_dq_is_fast`, and False if
     none fits.
     """
@@ -77,8 +77,8 @@ def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
     tiles   sizes of the fused kernel
 
     A fixed order is faster where `ordered_dq_is_fast`, because the first addition to a dQ tile is a store, so that memory need not be
-    zeroed first. The exception are calls with all of these: a causal-like mask, LONG_CAUSAL keys or more, a key head for each query head
-    (after `spread`), and a downward order. There CTAs stay close together without waiting, and a fixed order costs 5% in the median.
+    zeroed first. Any order is faster where all of these hold: a causal-like mask, LONG_CAUSAL keys or more, a key head for each query head
+    (after `spread`), and a downward order. Then CTAs stay close together without waiting, and a fixed order costs 5% in the median.
     """
     if plan.options.deterministic:
         return True
@@ -96,14 +96,14 @@ def ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
     tiles   sizes of the fused kernel
 
-    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY_UNGROUPED or, with grouped heads, MOST_DELAY,
-    or MOST_DELAY_WHERE_TWO_ARE_SLOW if the CTAs do not fill the reference GPU or score_mod loads more than scalars. Masks that are neither
-    full nor causal-like have a modelled delay of 0.
+    It does where the tickets fit memory and `DqOrder.delay` is at most MOST_DELAY_UNGROUPED or, with grouped heads, MOST_DELAY, or
+    MOST_DELAY_WHERE_TWO_ARE_SLOW if the CTAs do not fill the reference GPU or score_mod loads more than scalars. False with dropout, grouped
+    heads and a causal-like mask together: that kernel spills 288 bytes, and was not timed.
     """
     if not _tickets_fit(plan, tiles.queries):
         return False
     if plan.dropout is not None and plan.group > 1 and dq_order.is_triangle(plan):
-        return False  # it spills 288 bytes, and was not timed
+        return False
     order = _dq_order(plan, tiles)
     fills_gpu = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS) > dq_order.REFERENCE_SMS
     two_are_slow = not fills_gpu or bool(_load_kinds(plan) - {ir.SCALAR})

@@ -28,8 +28,8 @@ def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
 def collector_paused() -> Iterator[None]:
     """A context without Python's cyclic garbage collector; afterwards the collector is on again if it was on before.
 
-    A kernel is lowered to tens of thousands of Python objects, which live until the end, so that the collector finds nothing to free and
-    yet takes a seventh of the time. Reference counts free objects as ever. The collector is paused in all threads of the process, for
+    A kernel is lowered to tens of thousands of Python objects, which live until the pass is lowered, so that the collector finds nothing
+    to free and yet takes a seventh of the time. Reference counting still frees objects. The collector is paused in all threads of the process, for
     the half second that a pass takes.
     """
     enabled = gc.isenabled()

@@ -93,7 +93,7 @@ def gather(
         """One thread's registers of the elements at these offsets, each loaded from global memory.
 
         memory    the part of the array that the indices vary over
-        offsets   registers of the numbers of the elements in `memory`, int32, counted from its first element
+        offsets   int32 registers: the index of each element in `memory`, counted from its first; not negative
         """
         # The cast says that addresses are in global memory, which takes fewer registers. `load_affine` does without it, because
         # LLVM would lose their alignment and no longer load two neighbouring elements at once.

@@ -1,6 +1,6 @@
 """When the kernels on tcgen05 run, and which blocks of a mask they visit.
 
-All else of such a call runs the kernels on mma.sync, which the same cards have: calls of few queries, the backward pass of large head
+The rest of a call with `instruction="tcgen05"` runs on mma.sync, which the same cards have: calls of few queries, the backward pass of large head
 dims (backward_sm100_tiles.py), and gradients of captured arrays, except those that the dQ kernel on tcgen05 writes itself (pair_bias.py).
 sm80_support.py says what both refuse. Nothing here imports Mosaic.
 """

@@ -313,8 +313,7 @@ class MosaicGpu:
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots; fields that the plan's
         options fix have that size. The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the
-        shorter of the two lists repeats its last. The first dict is what runs for the plan as it is, except for the backward pass of
-        float32 above head dim 128. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
+        shorter of the two lists repeats its last. The first dict is what runs for the plan as it is. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
         depend on what is fastest.
         """
         card = choose_kernel.mma_card(target, plan.options)

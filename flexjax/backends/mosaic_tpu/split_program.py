@@ -187,7 +187,8 @@ class _Cost(typing.NamedTuple):
 
 
 def _costs(program: Program) -> dict[int, _Cost]:
-    """The cost of every value of the program, by id: of its own step and of the earlier steps of its axis class.
+    """The cost of every value of the program, by id: that of its own step and those of the step's operands of the same axis class. What
+    is reached twice counts twice.
 
     `no_kernel_form` is that of all these steps for rows, columns and values of q - kv, and that of the value's own step
     for others.
