@@ -390,7 +390,9 @@ def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: 
                 name,
                 f"{array.dtype.name}{list(array.shape)}" if is_array else repr(given),
                 f"an int, or int32[{batch}], one for each batch entry",
-                "Reshape or cast it, for example with lengths.astype(jnp.int32).",
+                "Pass it through jnp.asarray."
+                if isinstance(array, list | tuple)
+                else "Reshape or cast it, for example with lengths.astype(jnp.int32).",
             )
         # clipped before the cast of 64-bit numbers, which would wrap around; `most` may not fit 8 and 16 bits
         array = array.astype(np.int32) if array.dtype.itemsize < 4 else array

@@ -121,10 +121,14 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise ValueError(
-            f"`{call}`: `{name}` is `{_name(mod)}{signature}`; expected {wanted}. "
-            "If it makes such a function, call it first."
-        ) from None
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        advice = "If it makes such a function, call it first."
+        if len(plain) == len(_MASK_ARGUMENTS) and arguments == _SCORE_ARGUMENTS:
+            advice = "If it is a mask_mod, pass it as mask_mod=; and_masks joins several."
+        if len(plain) == len(_SCORE_ARGUMENTS) and arguments == _MASK_ARGUMENTS:
+            advice = "If it is a score_mod, pass it as score_mod=; chain_mods joins several."
+        raise ValueError(f"`{call}`: `{name}` is `{_name(mod)}{shown}`; expected {wanted}. {advice}") from None
 
 
 def _names(mods: tuple[Callable[..., object], ...]) -> str:

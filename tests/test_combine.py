@@ -114,7 +114,17 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: chain_mods(causal),
         f"`chain_mods`: `score_mods[0]` is `causal(b, h, q_idx, kv_idx)`; {SCORE}. "
-        "If it makes such a function, call it first.",
+        "If it is a mask_mod, pass it as mask_mod=; and_masks joins several.",
+    ),
+    (
+        lambda: chain_mods(masks.causal),
+        f"`chain_mods`: `score_mods[0]` is `causal(b, h, q_idx, kv_idx)`; {SCORE}. "
+        "If it is a mask_mod, pass it as mask_mod=; and_masks joins several.",
+    ),
+    (
+        lambda: and_masks(mods.softcap(20)),
+        f"`and_masks`: `mask_mods[0]` is `softcap_20(score, b, h, q_idx, kv_idx)`; {MASK}. "
+        "If it is a score_mod, pass it as score_mod=; chain_mods joins several.",
     ),
 ]
 

@@ -29,7 +29,7 @@ from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
 from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.trace.lift_numpy import eager_without_mesh
-from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
+from flexjax.trace.trace_mod import MASK_ARGUMENTS, TracedMod, check_callable, trace_mask_mod
 from flexjax.types import Origin
 
 Array = jax.Array
@@ -53,6 +53,7 @@ def from_mask_mod(
 
     Raises ValueError for arguments that do not fit, and for a mask_mod that cannot be traced (ModError).
     """
+    check_callable("mask_mod", mask_mod, MASK_ARGUMENTS)  # before lengths, which a mask may stand in the place of
     batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))

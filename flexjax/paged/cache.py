@@ -76,8 +76,9 @@ def empty(
     dtype: DTypeLike,
     scales: Scales | tuple[Scales, Scales] | None = None,
 ) -> PagedCache:
-    """A pool of P pages of `page` tokens, for M key heads, head dim D of keys and E of values (default D), all zeros.
+    """A pool of P pages of `page` tokens, for M key heads of head dim D, all zeros.
 
+    E        head dim of values; None: that of keys
     dtype    bfloat16, float16, float32 or float64; int8 or float8_e4m3fn stores quantised numbers
     scales   of a quantised pool: a number or float [M] for keys and values, or a pair (keys, values) of these. None: `append`
              chooses a scale for each page and head

@@ -345,7 +345,8 @@ def _check_array(name: str, given: object, shape: tuple[int, ...], kind: type, d
     dtype   the name of the dtype for the message
     """
     if not isinstance(given, Array | np.ndarray) or given.shape != shape or not jnp.issubdtype(given.dtype, kind):
-        raise bad_argument(name, described(given), f"{dtype}{list(shape)}", "Cast or reshape it.")
+        advice = "Pass it through jnp.asarray." if isinstance(given, list | tuple) else "Cast or reshape it."
+        raise bad_argument(name, described(given), f"{dtype}{list(shape)}", advice)
     return jnp.asarray(given)
 
 

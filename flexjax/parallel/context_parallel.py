@@ -304,9 +304,9 @@ def decide(
         )  # fmt: skip
     if context.method == "neighbours" and not known and layout.rounds is None:
         raise bad_argument(
-            "context.method", "'neighbours'", "'ring', 'all_gather' or 'auto'",
-            "The mask captures traced arrays and the layout was made without their values, so which blocks travel is unknown. A "
-            "layout of context_layout, made outside of jit from known arrays and passed as an argument, knows.",
+            "context.method", "'neighbours'", "'ring', 'all_gather', 'all_to_all' or 'auto'",
+            "The mask captures traced arrays, so which blocks travel is unknown while the call is traced. Only a layout that "
+            "context_layout made outside of jit, from the values of these arrays, knows.",
         )  # fmt: skip
     rounds = layout.rounds
     if context.method in ("auto", "neighbours") and known:

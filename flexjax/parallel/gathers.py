@@ -28,26 +28,29 @@ DIMENSIONS |= dict.fromkeys("hmx", "heads")
 """What warnings call the dimensions that `operand_dims` names by a letter."""
 
 _said: set[object] = set()
-"""What this process has warned of: plans (of gathers), and pairs of a plan and a reason (of whole calls)."""
+"""What this process has warned of: pairs of a plan and what is gathered, or the reason for a whole call."""
 
 
 def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
-    """Warns, once for each plan in a process, if a forward pass whose work is split by `split` has to gather operands.
+    """Warns, once for each plan and what it gathers in a process, if a forward pass whose work is split by `split` has to gather operands.
 
     arrays   the operands or their shapes, as a flat list
     specs    how each of them is split now
     """
     found = gathers(problem, split, arrays, specs)
-    if not found or problem.plan in _said:
+    if not found or (problem.plan, found) in _said:
         return
     total, each = found
+    keep = (
+        ", or name the axis that splits the tokens in context=flexjax.ContextParallel(axis)" if "tokens" in each else ""
+    )
     warnings.warn(
         f"Each device receives {total} before the forward pass of a call: {each}. Of how arrays are split over a mesh, "
-        f"attention keeps the batch and the heads. Split those instead. {problem.call}",
+        f"attention keeps the batch and the heads. Split those instead{keep}. {problem.call}",
         FallbackWarning,
         stacklevel=stacklevel_of_user(),
     )
-    _said.add(problem.plan)  # last: a warning that is an error is one at the next call too
+    _said.add((problem.plan, found))  # last: a warning that is an error is one at the next call too
 
 
 def warn_of_whole_calls(problem: Problem, why: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from flexjax.errors import ModError
+from flexjax.errors import ModError, add_note_once
 from flexjax.ir.builder import Builder
 from flexjax.ir.program import Atom, Program
 from flexjax.ir.rewrite import select_captures
@@ -227,7 +227,7 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
     Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a Python number, in
     numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or returns anything but one scalar. Any
-    other error of the function is passed on.
+    other error of the function is passed on, with a note that names it.
     """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -258,6 +258,9 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
             f"`{name}` decides in Python (if, while, and, or, not, int()) on a value known only at run time; use jnp.where, "
             "&, | and ~ instead."
         ) from error
+    except Exception as error:
+        add_note_once(error, f"In `{name}`, which is called with scalars, one position at a time.")
+        raise
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
         raise ModError(
@@ -323,6 +326,9 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
         shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
         makes_one = getattr(mod, "__name__", "") if len(plain) < len(MASK_ARGUMENTS) else ""
         advice = f" If it returns one, call it: {name}={makes_one}(...)." if makes_one.isidentifier() else ""
+        other = {"score_mod": "mask_mod", "mask_mod": "score_mod"}.get(name, "")
+        if other and len(plain) == len(SCORE_ARGUMENTS if other == "score_mod" else MASK_ARGUMENTS):
+            advice = f" If it is a {other}, pass it as {other}=."
         raise ModError(
             f"`{name}` has the signature {shown}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
         ) from None

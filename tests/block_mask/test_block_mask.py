@@ -397,6 +397,12 @@ def test_bad_calls(call: str) -> None:
         create_block_mask(mixed, **arguments)
 
 
+def test_a_mask_in_the_place_of_a_length() -> None:
+    expected = "`mask_mod` is int; expected a function mask_mod(b, h, q_idx, kv_idx)."
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        create_block_mask(2, 3, 8, 8, mixed)  # type: ignore[arg-type]
+
+
 BAD_SELECTIONS = {
     (0, 0, 0, 0): "`index` is 4 indices; expected at most 3: batch, head, query block. Keys are not sliced.",
     2: "`index` is 2; expected batch numbers of -2 to 1. Select what is there.",

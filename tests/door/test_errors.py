@@ -115,7 +115,7 @@ CALLS = [
     Bad("scale_of_heads", lambda a: attend(a, scale=a["sinks"]), "`scale` is float32[4]; expected a real scalar. A factor for each head or position goes into score_mod."),
     Bad("scale_complex", lambda a: attend(a, scale=a["sinks"][0] * 1j), "`scale` is complex64[]; expected a real scalar. A factor for each head or position goes into score_mod."),
     Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
-    Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx)."),
+    Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx). If it is a mask_mod, pass it as mask_mod=."),
     Bad("rate_one", lambda a: attend(a, dropout_rate=1.0), "`dropout_rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_negative", lambda a: attend(a, dropout_rate=-0.1), "`dropout_rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_text", lambda a: attend(a, dropout_rate="0.1"), "`dropout_rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),

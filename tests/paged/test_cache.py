@@ -146,7 +146,7 @@ ERRORS = [
     (lambda: paged.table(2, True, 2, 8),
      "`n` is True; expected a positive int. Sizes are static: they are compiled into the program."),
     (lambda: paged.allocate(TABLE, [1, 2]),  # type: ignore[arg-type]
-     "`new_lengths` is a list; expected int32[2]. Cast or reshape it."),
+     "`new_lengths` is a list; expected int32[2]. Pass it through jnp.asarray."),
     (lambda: paged.allocate(TABLE, np.ones(2)),
      "`new_lengths` is float64[2]; expected int32[2]. Cast or reshape it."),
     (lambda: paged.allocate(CACHE, np.ones(2)),  # type: ignore[arg-type]

@@ -367,7 +367,7 @@ REFUSED_SCORES = {
     "too few": (
         lambda b, h, q, k: q,
         "`score_mod` has the signature (b, h, q, k); expected 5 positional arguments, "
-        "score_mod(score, b, h, q_idx, kv_idx).",
+        "score_mod(score, b, h, q_idx, kv_idx). If it is a mask_mod, pass it as mask_mod=.",
     ),
     "int": (
         lambda s, b, h, q, k: q,
@@ -443,7 +443,8 @@ REFUSED_MASKS = {
     ),
     "too many": (
         lambda s, b, h, q, k: q > k,
-        "`mask_mod` has the signature (s, b, h, q, k); expected 4 positional arguments, mask_mod(b, h, q_idx, kv_idx).",
+        "`mask_mod` has the signature (s, b, h, q, k); expected 4 positional arguments, mask_mod(b, h, q_idx, kv_idx). "
+        "If it is a score_mod, pass it as score_mod=.",
     ),
     "if": (lambda b, h, q, k: q > k and k > 3, f"`mask_mod` {IN_PYTHON}"),
     "a factory": (
@@ -464,6 +465,14 @@ def test_refused_mask_mods(why: str) -> None:
     mod, message = REFUSED_MASKS[why]
     with pytest.raises(ModError, match=f"^{re.escape(message)}$"):
         trace_mask_mod(mod, SIZES)
+
+
+@pytest.mark.parametrize("index", [lambda ids, b, h, q: ids[b, h, q], lambda ids, b, h, q: ids[b, q / 2]])
+def test_an_error_of_an_index_names_the_mod(index: Callable) -> None:
+    ids = jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises((IndexError, TypeError)) as error:
+        trace_mask_mod(lambda b, h, q, k: index(ids, b, h, q) == 0, SIZES)
+    assert "In `mask_mod`, which is called with scalars, one position at a time." in error.value.__notes__
 
 
 def test_collectives_are_refused() -> None:

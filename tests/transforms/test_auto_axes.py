@@ -328,7 +328,8 @@ def test_what_is_gathered_is_said_once(slow_outcomes: dict[str, Outcome]) -> Non
     assert said["nothing"] == []
     assert said["gather"] == [
         f"FallbackWarning: Each device receives 18.4 kB before the forward pass of a call: {each}. Of how arrays are split over "
-        f"a mesh, attention keeps the batch and the heads. Split those instead. {whole}"
+        f"a mesh, attention keeps the batch and the heads. Split those instead, or name the axis that splits the tokens in "
+        f"context=flexjax.ContextParallel(axis). {whole}"
     ]
     assert said["part of a mesh"] == [
         f"{ALL_OF_IT}jax.shard_map over the axes x leaves y to XLA, which has no partitioning rules inside it. Pass "

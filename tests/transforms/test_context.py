@@ -429,9 +429,9 @@ def test_what_a_call_cannot_have() -> None:
         with pytest.raises(ValueError, match="unknown") as error:
             jax.jit(lambda ids: call(ContextParallel("sp", None, "neighbours"), ids))(ids)
         assert str(error.value) == (
-            "`context.method` is 'neighbours'; expected 'ring', 'all_gather' or 'auto'. The mask captures traced arrays and the layout "
-            "was made without their values, so which blocks travel is unknown. A layout of context_layout, made outside of jit from "
-            "known arrays and passed as an argument, knows."
+            "`context.method` is 'neighbours'; expected 'ring', 'all_gather', 'all_to_all' or 'auto'. The mask captures traced arrays, so "
+            "which blocks travel is unknown while the call is traced. Only a layout that context_layout made outside of jit, from the "
+            "values of these arrays, knows."
         )
         with pytest.raises(NotImplementedError) as refusal:
             call(ContextParallel("sp"), ids, implementation="reference")

@@ -197,13 +197,15 @@ def test_tokens_that_are_split_are_gathered(monkeypatch: pytest.MonkeyPatch) -> 
     said = (
         "Each device receives 1.54 kB before the forward pass of a call: query 576 B (split over tokens), key 480 B (split over "
         "tokens), value 480 B (split over tokens). Of how arrays are split over a mesh, attention keeps the batch and the "
-        "heads. Split those instead. in flex_attention(query=float32[2, 6, 6, 4], key=float32[2, 10, 3, 4], "
+        "heads. Split those instead, or name the axis that splits the tokens in context=flexjax.ContextParallel(axis). in flex_attention(query=float32[2, 6, 6, 4], key=float32[2, 10, 3, 4], "
         "value=float32[2, 10, 3, 4])"
     )
     with jax.set_mesh(mesh):
         q, k, v, *_ = case.placed(mesh)
         with pytest.warns(flexjax.FallbackWarning, match=f"^{re.escape(said)}$"):
             found = collectives(flexjax.flex_attention, q, k, v)
+        with pytest.warns(flexjax.FallbackWarning, match="split over head dim"):  # the same call, split otherwise
+            collectives(flexjax.flex_attention, *(jax.device_put(x, P(None, None, None, "x")) for x in (q, k, v)))
     assert found == {"all-gather": 3}
 
 

@@ -201,7 +201,8 @@ def test_messages() -> None:
     for got, value in wrong.items():
         with pytest.raises(ValueError, match="key_value_seq_lengths") as error:
             flexjax.flex_attention(Q, K, V, key_value_seq_lengths=value)  # type: ignore[arg-type]
+        advice = "Reshape or cast it, for example with lengths.astype(jnp.int32)."
+        advice = "Pass it through jnp.asarray." if isinstance(value, list) else advice
         assert str(error.value) == (
-            f"`key_value_seq_lengths` is {got}; expected an int, or int32[3], one for each batch entry. Reshape or cast it, for "
-            "example with lengths.astype(jnp.int32)."
+            f"`key_value_seq_lengths` is {got}; expected an int, or int32[3], one for each batch entry. {advice}"
         )

@@ -43,7 +43,8 @@ def spread_shape(plan: KernelPlan, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def sum_shares(plan: KernelPlan, x: jax.Array, shares: int) -> jax.Array:
     """dK or dV from the partial results of the CTAs that share a key tile, adjacent key heads of `plan`; added in float32. Each part was rounded
-    to 16 bits, as gradients of repeated keys are. In bfloat16 that is a relative error of 1.7e-3 (rms), beside the few 1e-3 of dS in 16 bits.
+    to 16 bits, as gradients of repeated keys are. In bfloat16 that is an error of 1.7e-3 of the parts (rms), beside the few 1e-3 of dS in 16 bits. In
+    float16 a part above 65504 is infinite.
 
     x        [B, S', M * shares, D] or [B, M * shares, S', D]; returned with M heads and in its dtype
     shares   `FusedKernel.shares`

@@ -53,7 +53,7 @@ origin must be multiples of it, so that no tile reaches over the end of a run.""
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can.
 
-    The sentence names the first obstacle among lengths, the origin, the version of jax, the device, arrays, programs and tiles, in this
+    The sentence names the first obstacle among lengths, the origin, the device, the version of jax, arrays, programs and tiles, in this
     order; for few queries and keys in pages what `_refuses_pages` says. In the simulator (`interpret`) any device will do.
 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
@@ -67,8 +67,8 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return reason
     given, plan = plan, _kernel_plan(plan)
     reason = (
-        _refuses_jax(version or jax.__version_info__[:3])
-        or choose_kernel.refuses_device(target, plan.options)
+        choose_kernel.refuses_device(target, plan.options)
+        or _refuses_jax(version or jax.__version_info__[:3])
         or _refuses_arrays(plan)
         or _refuses_programs(plan)
     )
@@ -93,7 +93,7 @@ def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, 
     reason = decode_tiles.decode_refuses(plan) if card is None else decode_sm80_tiles.mma_decode_refuses(plan, card)
     if reason is not None:
         return f"The GPU kernel for keys in pages does not run this call: {reason[0].lower()}{reason[1:]}"
-    return _refuses_jax(version) or device or _refuses_arrays(plan) or _refuses_programs(plan)
+    return device or _refuses_jax(version) or _refuses_arrays(plan) or _refuses_programs(plan)
 
 
 def _refuses_origin(plan: KernelPlan) -> str | None:
