@@ -10,11 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from jax import Array
 
-from flexjax.mod_tools.signatures import named
+from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, named, other_kind, without_types
 from flexjax.types import MaskMod, ScoreMod
-
-_MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
-_SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -22,7 +19,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
-    _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
+    _check("and_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         """Whether every mask keeps the entry: the `&` of their results, all of which are computed."""
@@ -39,7 +36,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
-    _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
+    _check("or_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         """Whether some mask keeps the entry: the `|` of their results, all of which are computed."""
@@ -56,7 +53,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
     Raises ValueError for anything that is not callable as a mask mod.
     """
-    _check_one("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
+    _check_one("not_mask", "mask_mod", mask_mod, MASK_ARGUMENTS)
 
     def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         """Whether the mask does not keep the entry."""
@@ -71,7 +68,7 @@ def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
 
     Raises ValueError for no functions, and for anything that is not callable as a score mod.
     """
-    _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
+    _check("chain_mods", "score_mods", score_mods, SCORE_ARGUMENTS)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """The score of one entry after all mods, each applied to the result of the one before; b, h, q_idx and kv_idx are the same for
@@ -121,14 +118,16 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
     try:
         signature.bind(*arguments)
     except TypeError:
-        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        advice = "If it makes such a function, call it first."
-        if len(plain) == len(_MASK_ARGUMENTS) and arguments == _SCORE_ARGUMENTS:
-            advice = "If it is a mask_mod, pass it as mask_mod=; and_masks joins several."
-        if len(plain) == len(_SCORE_ARGUMENTS) and arguments == _MASK_ARGUMENTS:
-            advice = "If it is a score_mod, pass it as score_mod=; chain_mods joins several."
-        raise ValueError(f"`{call}`: `{name}` is `{_name(mod)}{shown}`; expected {wanted}. {advice}") from None
+        other = other_kind(signature, arguments)
+        joins = {"mask_mod": "and_masks", "score_mod": "chain_mods"}
+        advice = (
+            f"If it is a {other}, pass it as {other}=; {joins[other]} joins several."
+            if other
+            else "If it makes such a function, call it first."
+        )
+        raise ValueError(
+            f"`{call}`: `{name}` is `{_name(mod)}{without_types(signature)}`; expected {wanted}. {advice}"
+        ) from None
 
 
 def _names(mods: tuple[Callable[..., object], ...]) -> str:

@@ -28,8 +28,9 @@ from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
 from flexjax.mod_tools.numpy_arrays import as_array
+from flexjax.mod_tools.signatures import MASK_ARGUMENTS
 from flexjax.trace.lift_numpy import eager_without_mesh
-from flexjax.trace.trace_mod import MASK_ARGUMENTS, TracedMod, check_callable, trace_mask_mod
+from flexjax.trace.trace_mod import TracedMod, check_callable, trace_mask_mod
 from flexjax.types import Origin
 
 Array = jax.Array

@@ -26,6 +26,7 @@ from flexjax.ir.builder import Builder
 from flexjax.ir.program import Atom, Program
 from flexjax.ir.rewrite import select_captures
 from flexjax.ir.verify import check
+from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, other_kind, without_types
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
 from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
@@ -33,9 +34,6 @@ from flexjax.trace.values import scalar
 
 Sizes = tuple[int, int, int, int]
 """(batch, heads, q_len, kv_len) of the attention matrix whose positions a mod is called for."""
-
-SCORE_ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
-MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,13 +320,10 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     try:
         signature.bind(*arguments)
     except TypeError:
-        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        makes_one = getattr(mod, "__name__", "") if len(plain) < len(MASK_ARGUMENTS) else ""
+        makes_one = getattr(mod, "__name__", "") if len(signature.parameters) < len(MASK_ARGUMENTS) else ""
         advice = f" If it returns one, call it: {name}={makes_one}(...)." if makes_one.isidentifier() else ""
-        other = {"score_mod": "mask_mod", "mask_mod": "score_mod"}.get(name, "")
-        if other and len(plain) == len(SCORE_ARGUMENTS if other == "score_mod" else MASK_ARGUMENTS):
+        if other := other_kind(signature, arguments):
             advice = f" If it is a {other}, pass it as {other}=."
         raise ModError(
-            f"`{name}` has the signature {shown}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
+            f"`{name}` has the signature {without_types(signature)}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
         ) from None
