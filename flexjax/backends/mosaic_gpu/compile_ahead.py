@@ -1,4 +1,5 @@
-"""Compiles kernels in threads while jax still lowers the program, and lets Mosaic's cache find equal kernels again.
+"""Prepares lowered kernels for Mosaic's compiler: compiles them in threads while jax still lowers the program, lets Mosaic's cache find
+equal kernels again, and hands over modules that compile in less time.
 
 XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is
 lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running
@@ -6,6 +7,7 @@ number into each module, so equal kernels have different hashes and the cache ne
 forward or backward pass is lowered,
 
 - `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
+- it simplifies them (simplified_module.py);
 - each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of
   the caller's program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and
   then finds the machine code in the cache.
@@ -22,7 +24,6 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import io
 import logging
 import os
 import typing
@@ -32,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends import target as targets
+from flexjax.backends.mosaic_gpu import simplified_module
 from flexjax.backends.target import Target
 
 if typing.TYPE_CHECKING:
@@ -57,8 +59,8 @@ MOST_THREADS = 8
 
 @contextlib.contextmanager
 def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
-    """A context: the kernels that are lowered inside get hashes that equal kernels share, and compile ahead if the
-    target is a GPU of this process.
+    """A context: the kernels that are lowered inside get hashes that equal kernels share and simplified modules, and compile ahead if
+    the target is a GPU of this process.
 
     module   what the pass is lowered into
     target   the device that the pass is lowered for
@@ -77,7 +79,7 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
     try:
         return function(*arguments)
     except Exception as error:  # a jax whose internals have changed may raise anything
-        LOG.info("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+        LOG.info("compiling kernels takes longer with this jax: %s: %s", type(error).__name__, error)
         return None
 
 
@@ -89,8 +91,8 @@ def operations_so_far() -> "list[ir.OpView]":
 
 
 def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Removes the file names from the Mosaic GPU kernels that were lowered since, and starts to compile these kernels;
-    other operations stay as they are.
+    """Removes the file names from the Mosaic GPU kernels that were lowered since, simplifies these kernels, and starts to compile them;
+    other operations stay as they are. A kernel that cannot be simplified stays as it is, with a line in the log.
 
     before   the block's operations before the pass was lowered (`operations_so_far`)
     module   what the pass is lowered into
@@ -105,6 +107,7 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
         if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
             continue
         config = without_file_name(ir.DictAttr(operation.attributes[CONFIG]), module.context)
+        config = attempt(with_simplified_module, config, module.context) or config
         operation.attributes[CONFIG] = config
         if gpu is not None:
             start_compiling(kernel_of(config), gpu)
@@ -132,11 +135,32 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
     if FILE_NAME not in parsed.operation.attributes:
         return config
     del parsed.operation.attributes[FILE_NAME]
-    written = io.BytesIO()
-    parsed.operation.write_bytecode(written, desired_version=0)
+    return with_module(config, simplified_module.bytecode(parsed), context)
+
+
+def with_simplified_module(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
+    """A kernel's backend configuration with its module simplified (simplified_module.py), and the hash made anew.
+
+    config    the attribute CONFIG of the kernel's custom call
+    context   in which new attributes are made
+    """
+    from jax.extend.mlir import ir
+
+    return with_module(config, simplified_module.simplified(ir.StringAttr(config[MODULE]).value_bytes), context)
+
+
+def with_module(config: "ir.DictAttr", module: bytes, context: "ir.Context") -> "ir.DictAttr":
+    """A kernel's backend configuration with another module and the hash of that module.
+
+    config    the attribute CONFIG of the kernel's custom call
+    module    bytecode
+    context   in which new attributes are made
+    """
+    from jax.extend.mlir import ir
+
     entries = {entry.name: entry.attr for entry in config}
-    entries[MODULE] = ir.StringAttr.get(written.getvalue(), context=context)
-    entries[HASH] = ir.StringAttr.get(hashlib.sha256(written.getvalue()).digest(), context=context)
+    entries[MODULE] = ir.StringAttr.get(module, context=context)
+    entries[HASH] = ir.StringAttr.get(hashlib.sha256(module).digest(), context=context)
     return ir.DictAttr.get(entries, context=context)
 
 

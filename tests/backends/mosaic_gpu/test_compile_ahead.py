@@ -3,6 +3,7 @@
 python -m tests.backends.mosaic_gpu.test_compile_ahead            compiles for Hopper, and prints what ptxas says where
                                                                   MOSAIC_GPU_DUMP_PTXAS asks for it
 python -m tests.backends.mosaic_gpu.test_compile_ahead --lower    prints the hash of a lowered program
+python -m tests.backends.mosaic_gpu.test_compile_ahead --as-lowered    compiles for Hopper without simplifying the kernels
 """
 
 import hashlib
@@ -17,13 +18,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters import mlir
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import compile_ahead
+from flexjax.backends.mosaic_gpu import compile_ahead, simplified_module
 from tests.backends.mosaic_gpu import compile_hopper
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -111,7 +113,7 @@ def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.Monke
 
 PIECES = (
     "operations_so_far", "gpu_of_this_process", "without_file_name", "parse_module", "kernel_of", "start_compiling",
-    "compile_threads",
+    "compile_threads", "with_module", "with_simplified_module",
 )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def test_a_jax_that_has_a_piece_otherwise_compiles_all_the_same(
         assert len(lowered(attend)) == 1
     said = [record.getMessage() for record in caplog.records if record.name == compile_ahead.__name__]
     assert len(said) == (piece != "compile_ahead"), said
-    assert all(text.startswith("kernels are not compiled ahead: ") for text in said)
+    assert all(text.startswith("compiling kernels takes longer with this jax: ") for text in said)
 
 
 def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +163,51 @@ def test_threads_leave_a_core_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         pool = compile_ahead.compile_threads.__wrapped__()
         assert (pool and pool._max_workers) == expected
+
+
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
+    """(module as jax lowered it, simplified) of each kernel of both passes."""
+    found: list[tuple[bytes, bytes]] = []
+    real = simplified_module.simplified
+
+    def noted(module: bytes) -> bytes:
+        found.append((module, real(module)))
+        return found[-1][1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simplified_module, "simplified", noted)
+        assert len(set(lowered(gradient))) == len(found) == 3
+    return found
+
+
+def test_a_simplified_module_is_shorter_and_of_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in modules(monkeypatch):
+        assert len(after) < 0.75 * len(before)
+        with mlir.make_ir_context() as context:
+            one, other = (
+                compile_ahead.parse_module(module, context).operation.attributes for module in (before, after)
+            )
+            assert {name: str(one[name]) for name in one} == {name: str(other[name]) for name in other}
+            assert simplified_module.VERSION in one
+
+
+def test_nothing_is_left_to_simplify(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, after in modules(monkeypatch):
+        assert len(simplified_module.simplified(after)) == pytest.approx(len(after), rel=0.01)
+
+
+@pytest.mark.skipif(compile_hopper.missing() is not None, reason=str(compile_hopper.missing()))
+def test_simplified_kernels_have_the_same_machine_code(tmp_path: pathlib.Path) -> None:
+    found = []
+    for flags in ([], ["--as-lowered"]):
+        place = tmp_path / str(len(flags))
+        place.mkdir()
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": str(place), "XLA_FLAGS": ""}
+        command = [sys.executable, "-m", "tests.backends.mosaic_gpu.test_compile_ahead", *flags]
+        subprocess.run(command, env=environment, capture_output=True, timeout=600, cwd=ROOT, check=True)
+        found.append({file.name: file.read_text() for file in place.glob("*.ptx")})
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(compile_hopper.missing() is not None, reason=str(compile_hopper.missing()))
@@ -199,4 +246,6 @@ if __name__ == "__main__":
     if "--lower" in sys.argv:
         print(hashlib.sha256(program(gradient).encode()).hexdigest())
     else:
+        if "--as-lowered" in sys.argv:
+            simplified_module.simplified = lambda module: module
         compile_twice()
