@@ -31,7 +31,7 @@ def simplified(module: bytes) -> bytes:
 
     Returns bytecode of the same version. Raises whatever jax raises where it lacks one of the passes or the version.
     """
-    from jax.experimental.mosaic.gpu import dialect
+    from jax.experimental.mosaic.gpu import dialect  # pyright: ignore[reportPrivateImportUsage]
     from jax.extend.mlir import ir
     from jaxlib.mlir import passmanager
 
