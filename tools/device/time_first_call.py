@@ -1,19 +1,24 @@
 """Times the stages of a first call, trace to result: `PYTHONPATH=. python3 tools/device/time_first_call.py`.
 
 Not collected by pytest. It runs forward and backward pass of a problem, in a process of its own that has imported
-flexjax and run one matrix product. Columns: the block mask; tracing; lowering to kernels; compiling; the first run;
-their sum; and the same again for a second program with the same attention.
+flexjax and run one matrix product. Before, flexjax is compiled to bytecode, as pip does when it installs a package. Columns:
+the block mask; tracing; lowering to kernels; compiling; the first run; their sum; and the same again for a second program with
+the same attention.
 
     --suite NAME      of flexjax/bench/suites.py
     --problems TEXT   the problems of these names, separated by semicolons
 """
 
 import argparse
+import compileall
 import itertools
+import pathlib
 import subprocess
 import sys
 import time
 from typing import Any
+
+import flexjax
 
 PROBLEMS = "causal d128;causal d64;full d128;12 documents d128;window 1025 d128;relative bias causal d64"
 STAGES = ("mask", "trace", "lower", "compile", "run")
@@ -85,6 +90,7 @@ def main() -> int:
     titles = (*STAGES, "all, s")
     print("| problem | " + " | ".join((*titles, *(f"again: {t}" for t in titles))) + " |")
     print("|---" * (1 + 2 * len(titles)) + "|", flush=True)
+    compileall.compile_dir(pathlib.Path(flexjax.__file__).parent, quiet=1)
     failed = 0
     for name in arguments.problems.split(";"):
         command = [sys.executable, __file__, "--suite", arguments.suite, "--one", name]
