@@ -37,7 +37,7 @@ ONE_KERNEL = (
     "one_kernel", "one_kernel_causal", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order",
 )  # fmt: skip
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
-CHOSEN = ("three_groups", "split_columns", "split_by_residues")
+CHOSEN = ("three_groups", "third_key_slot", "split_columns", "split_by_residues")
 """Kernels that no case of the table is large enough to choose."""
 PAGED = ("pages", "ragged_pages", "tree_in_pages", "int8_pages", "prefill_in_pages")
 """Keys in pages, checks of tests/backends/mosaic_gpu/test_pages.py."""
@@ -128,7 +128,8 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
 
 def chosen_kernel(name: str) -> typing.Any:
     """The gradients of q, k and v of the sum of squares of attention: with three consumer warpgroups under a mask and dQ added upward
-    ("three_groups"), by mma.sync with columns split between warpgroups ("split_columns"), or split by residues ("split_by_residues").
+    ("three_groups"), with the ring of long rows ("third_key_slot"), by mma.sync with columns split between warpgroups ("split_columns"), or
+    split by residues ("split_by_residues").
 
     It makes the heuristics choose these kernels for the rest of the process.
     """
@@ -140,6 +141,7 @@ def chosen_kernel(name: str) -> typing.Any:
 
     mask_mod, dim, instruction, tokens = {
         "three_groups": (flexjax.masks.causal, 64, None, 640),
+        "third_key_slot": (flexjax.masks.causal, 128, None, 1021),
         "split_columns": (flexjax.masks.causal, 256, "mma", 300),
         "split_by_residues": (flexjax.masks.dilated_window(64, 4), 64, None, 1021),
     }[name]
@@ -149,7 +151,7 @@ def chosen_kernel(name: str) -> typing.Any:
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""
-        options = flexjax.KernelOptions(instruction=instruction)
+        options = flexjax.KernelOptions(instruction=instruction, num_stages=3 if name == "third_key_slot" else None)
         out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation="mosaic_gpu")
         return jnp.square(out.astype(jnp.float32)).sum()
 

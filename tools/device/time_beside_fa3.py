@@ -1,20 +1,23 @@
 """Times flexjax beside FlashAttention-3 on a Hopper GPU, in turns: `PYTHONPATH=. python3 tools/device/time_beside_fa3.py`.
 
 Not collected by pytest. A line for each workload of the gpu suite that FlashAttention-3 has (package dew_flash_attn; without it ours alone
-are timed): milliseconds of the kernels' own time (CUPTI) as the median of rounds in each of which every program is measured once, and
-FlashAttention-3's time over ours, for the forward pass, the backward pass in a fixed order and in any order. Backward is both passes less
+are timed): milliseconds of the kernels' own time (CUPTI) as the median of rounds in each of which every program is measured once, in an
+order drawn anew, and FlashAttention-3's time over ours, for the forward pass, the backward pass in a fixed order and in any order. Programs
+of one pass are measured after those of the other, because clocks are lower for a while after a backward pass. Backward is both passes less
 forward. FlashAttention-3 adds in any order. Results are compared; the exit status is 1 where they differ. The programs of the next workloads
 compile while those of one are lowered, and the last lines have the worst and the median ratio of each pass. About 100 s on 16 cores for
 all workloads of the gpu suite.
 
     --suite NAME     of flexjax/bench/suites.py: gpu, or gpu-sweep with its many lengths and head counts
     --only TEXT      workloads whose names contain one of these, by semicolons
-    --rounds N       measurements of each program (5)
+    --rounds N       measurements of each program (7)
     --seconds N      begin no other line after so long (120)
 """
 
 import argparse
 import dataclasses
+import itertools
+import random
 import statistics
 import sys
 import time
@@ -87,8 +90,9 @@ def line_of(problem: typing.Any, programs: list[Program], rounds: int) -> tuple[
     q, k, v, d_out = (arrays[name] for name in ("q", "k", "v", "d_out"))
     given = lambda program: (q, k, v, d_out) if program.both else (q, k, v)
     times: dict[tuple[str, bool], list[float]] = {}
-    for _ in range(rounds):
-        for program in programs:
+    for both, turn in itertools.product((False, True), range(rounds)):
+        alike = [program for program in programs if program.both == both]
+        for program in random.Random(turn).sample(alike, len(alike)):
             took = gpu_peers.device_time(program.run.result(), *given(program), calls=5)[0]
             times.setdefault((program.name, program.both), []).append(1e3 * took)
     taken = {at: statistics.median(found) for at, found in times.items()}
@@ -116,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="gpu", choices=("gpu", "gpu-sweep"))
     parser.add_argument("--only", default="")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=120)
     args = parser.parse_args()
     from flexjax.bench import report

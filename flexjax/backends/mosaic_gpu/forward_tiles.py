@@ -11,7 +11,7 @@ import dataclasses
 import typing
 
 from flexjax.analysis.patterns import divides_tiles
-from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu import dq_order, staging
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
@@ -247,6 +247,9 @@ RINGS = {
     256: ((2, 2, 1), (3, 2, 1)),
     SPLIT: ((2, 2, 1), (2, 1, 1), (1, 1, 1)),
 }
+LONG_ROWS, LONG_RING = 16, (3, 2, 1)
+"""Where the query tiles of a full or causal-like mask visit at least LONG_ROWS key tiles in the mean, LONG_RING comes first at size 128:
+its third key slot covers the time that a copy takes. The second query slot, whose place it takes, saves time once a work item."""
 ONE_SLOT = (1, 1, 1)
 """The ring of float32 operands whose head dims leave no room for more, tried last."""
 GROUPS = (2, 1, 3)
@@ -264,7 +267,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries, which query tiles
     must divide, allow none. Two groups of 64 queries come first, or three where `three_groups_are_faster`, but one for up to 64 queries
     unless block_q is set; then staging before none; then 128 keys before 64, or 64 first with head dims above 128 (above 64 for float32)
-    or mods that divide tiles of integers, and 64 alone above 256; then the order of RINGS.
+    or mods that divide tiles of integers, and 64 alone above 256; then the order of RINGS, or LONG_RING before them (`_rings`).
     """
     ctas = ctas_of(plan)
     head_dim, value_dim = _columns(plan, ctas)
@@ -285,7 +288,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
         ):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
-            for stages, value_stages, slots in (*RINGS[size], *((ONE_SLOT,) if parts > 1 else ())):
+            for stages, value_stages, slots in (*_rings(plan, size), *((ONE_SLOT,) if parts > 1 else ())):
                 if plan.options.num_stages not in (None, stages):
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, slots)
@@ -303,6 +306,14 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     if plan.q_len <= 64 and plan.options.block_q is None:
         found.sort(key=lambda t: t.groups != 1)
     return tuple(dict.fromkeys(found))
+
+
+def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
+    """RINGS of a size, with LONG_RING first where size is 128 and rows are long: LONG_ROWS key tiles of 128 without a mask, twice as many
+    under a causal-like one, which hides half of them.
+    """
+    tiles = plan.kv_len / 128 * (1 if dq_order.is_full(plan) else 0.5 if dq_order.is_triangle(plan) else 0)
+    return tuple(dict.fromkeys((LONG_RING, *RINGS[size]))) if size == 128 and tiles >= LONG_ROWS else RINGS[size]
 
 
 def _allowed(size: int, option: int | None, mask_block: int | None) -> bool:

@@ -126,14 +126,16 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
 
 # fmt: off
 FORWARD: dict[str, tuple[KernelPlan, str]] = {
-    "full 128": (plan(), "128x128 slots 2,2,2 overlap"),
-    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap ping-pong"),
+    "full 128": (plan(), "128x128 slots 3,2,1 overlap"),
+    "full 128, 1024 tokens": (dataclasses.replace(plan(), q_len=1024, kv_len=1024), "128x128 slots 2,2,2 overlap"),
+    "full 128, few queries": (dataclasses.replace(plan(), q_len=128), "128x128 slots 3,2,1 overlap"),
+    "some blocks 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap ping-pong"),
     "full 256": (plan(dim=256), "128x64 slots 2,2,1 overlap"),
-    "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
-    "causal 512": (plan(dim=512, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
+    "some blocks 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
+    "some blocks 512": (plan(dim=512, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
     "576 with values of 512": (dataclasses.replace(plan(dim=576), value_dim=512), "128x64 slots 2,1,1 overlap"),
     "full 64": (plan(dim=64), "192x128 slots 2,2,2 overlap"),
-    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
+    "some blocks 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
     "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,2 overlap"),
     "2048 of 64 heads at 64: tiles of 192 leave the device idle": (
         dataclasses.replace(plan(dim=64), batch=8, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048),
@@ -270,6 +272,46 @@ def test_tiles_of_the_forward_pass(name: str) -> None:
     assert not tile.persistent
     text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
     assert text + " overlap" * tile.overlap + " ping-pong" * tile.ping_pong == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots"),
+    [
+        ({"mask_mod": flexjax.masks.causal}, (3, 2, 1)),
+        ({"mask_mod": flexjax.masks.causal, "tokens": 4096, "kv_heads": 4}, (3, 2, 1)),
+        ({"mask_mod": flexjax.masks.causal, "tokens": 2048}, (2, 2, 2)),
+        ({"tokens": 2048}, (3, 2, 1)),
+        ({"mask_mod": flexjax.masks.sliding_window(100)}, (2, 2, 2)),
+        ({"mask_mod": DOCUMENTS}, (2, 2, 2)),
+        ({"mask_mod": flexjax.masks.causal, "kernel_options": KernelOptions(num_stages=2)}, (2, 2, 2)),
+        ({"mask_mod": flexjax.masks.causal, "dim": 64}, (2, 2, 2)),
+    ],
+)
+def test_long_rows_have_a_third_slot_of_keys(arguments: dict[str, typing.Any], slots: tuple[int, int, int]) -> None:
+    tile = forward_tiles.forward_tile(traced(**{"dim": 128, **arguments}))
+    assert (tile.stages, tile.value_stages, tile.query_slots) == slots
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the tile scheduler needs jax 0.11")
+@pytest.mark.parametrize(
+    ("mask_mod", "tokens", "dim", "heads"),
+    [
+        (flexjax.masks.sliding_window(100), 16384, 128, 4),
+        (flexjax.masks.causal, 16384, 128, 2),
+        (flexjax.masks.sliding_window(100), 8192, 128, 4),
+        (flexjax.masks.sliding_window(100), 8192, 64, 8),
+        (flexjax.masks.causal, 65536, 128, 1),
+        (flexjax.masks.sliding_window(100), 65536, 128, 4),
+    ],
+)
+def test_heads_side_by_side(mask_mod: typing.Any, tokens: int, dim: int, heads: int) -> None:
+    from flexjax.backends.mosaic_gpu import tile_scheduler
+
+    made = traced(mask_mod=mask_mod, tokens=tokens, dim=dim)
+    assert tile_scheduler.TileScheduler(made, forward_tiles.forward_tile(made)).heads_at_once == heads
+    static = dataclasses.replace(forward_tiles.forward_tile(made), dynamic_scheduler=False)
+    if heads == 4 and tokens > 8192:  # their hardware deals out the items in order
+        assert tile_scheduler.TileScheduler(made, static).heads_at_once < heads
 
 
 @pytest.mark.parametrize("name", CHOSEN)
