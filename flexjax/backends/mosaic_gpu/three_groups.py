@@ -30,10 +30,12 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
     size           a key of forward_tiles.RINGS: the larger head dim rounded up
     staged_dtype   of the array that goes through shared memory; None: none does
 
-    Only at size 64 with whole tiles of 128 keys and nothing staged, never for P in several parts or with dropout, and with a mask_mod
-    only `under_mask`.
+    Only at size 64 with nothing staged, never for P in several parts or with dropout, with a score_mod only in whole tiles of 128 keys, and
+    with a mask_mod only `under_mask`.
     """
-    if parts_of(plan) > 1 or size != 64 or staged_dtype is not None or plan.dropout is not None or plan.kv_len % 128:
+    if parts_of(plan) > 1 or size != 64 or staged_dtype is not None or plan.dropout is not None:
+        return False
+    if plan.kv_len % 128 and plan.score is not None:  # a loop for the last tile beside the other, as under a mask
         return False
     if plan.mask is None:
         return SPEED * utilization(plan, 192) > utilization(plan, 128)

@@ -27,6 +27,7 @@ THREE = {
     "prefix": lambda: benched(mask_mod=masks.prefix_lm(1024)),
     "a wide window": lambda: benched(16384, 16, masks.sliding_window(4096)),
     "causal, 2048 tokens": lambda: benched(2048, 128),
+    "causal, 9999 tokens": lambda: benched(9999, 12),
 }
 TWO = {
     "few query tiles": lambda: benched(1024, 4),
@@ -73,22 +74,40 @@ def test_the_forward_tile_and_the_blocks_of_each_pass() -> None:
 
 
 @gpu
+@pytest.mark.parametrize(("score_mod", "groups"), [(None, 3), (lambda s, b, h, q, k: s * 2.0, 2)])
+def test_an_odd_number_of_keys_without_a_mask(score_mod: typing.Any, groups: int) -> None:
+    from flexjax.backends.mosaic_gpu import choose_kernel
+
+    x = jax.ShapeDtypeStruct((2, 8191, 32, 64), jnp.bfloat16)
+    given: typing.Any = DEFAULTS | {"score_mod": score_mod}
+    tiles: list[int] = []
+    jax.eval_shape(lambda x: tiles.append(choose_kernel.forward_kernel(prepare(x, x, x, **given).plan).groups), x)
+    assert tiles == [groups]
+
+
+@gpu
 @pytest.mark.parametrize(
-    ("q_len", "kv_len"), some_slow([(640, 640), (500, 640), (192, 128)], [(500, 640)]), ids=lambda n: str(n)
+    ("q_len", "kv_len", "mask_mod"),
+    some_slow(
+        [(637, 637, masks.causal), (500, 640, masks.causal), (192, 128, masks.causal), (200, 333, None)],
+        [(500, 640, masks.causal)],
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_three_groups_under_a_mask(q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexjax.backends.mosaic_gpu import choose_kernel
     from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
 
-    monkeypatch.setattr(three_groups, "SPEED_UNDER_MASK", 100.0)  # also for calls that do not fill the GPU
+    for speed in ("SPEED", "SPEED_UNDER_MASK"):  # also for calls that do not fill the GPU
+        monkeypatch.setattr(three_groups, speed, 100.0)
     rng = np.random.default_rng(0)
     shapes = (1, q_len, 2, 64), (1, kv_len, 1, 64), (1, kv_len, 1, 64)
     arrays = [array(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    given: typing.Any = DEFAULTS | {"mask_mod": masks.causal, "kernel_options": KernelOptions(interpret=True)}
+    given: typing.Any = DEFAULTS | {"mask_mod": mask_mod, "kernel_options": KernelOptions(interpret=True)}
     made = prepare(*arrays, **given)
     assert choose_kernel.forward_kernel(_kernel_plan(made.plan)).groups == 3
     found = jax.jit(lambda operands: BACKEND.forward(made.plan, operands, CPU))(made.operands)
-    want = flexjax.flex_attention(*arrays, mask_mod=masks.causal, implementation="reference")
+    want = flexjax.flex_attention(*arrays, mask_mod=mask_mod, implementation="reference")
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found.out, want)), atol=0.02, rtol=0.02)
 
 
