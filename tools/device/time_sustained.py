@@ -6,13 +6,19 @@ between. A line for each workload, pass and program: milliseconds of a call by t
 a call (NVML), and the median clock in MHz. Each program runs alone, without a pause, twice; its line has the mean. Backward is both passes
 less forward.
 
+With --programs no FlashAttention-3 is needed: each workload with a score_mod, or with documents by ids of the call, has a line with its time
+over that of the same call without, for the forward and the backward pass in a fixed order. Where the mod's array is learned, the backward pass
+has its gradient.
+
     --only NAMES     workloads of the gpu suite, by semicolons
+    --programs       beside the same call without a score_mod, instead of beside FlashAttention-3
     --each SECONDS   how long a program is measured each time (0.8), after half as long without
     --seconds N      begin no other workload after so long (150)
 """
 
 import argparse
 import ctypes
+import functools
 import statistics
 import sys
 import time
@@ -25,6 +31,13 @@ WORKLOADS = (
     "full d128;causal d128;causal grouped d128;12 documents d128;window 1025 d128;causal d128, 1 x 32768;causal d128, 8 x 2048;"
     "causal d64;full d64;causal d256"
 )
+PROGRAMS = {
+    "causal d128": ("ALiBi causal d128", "soft cap causal d128"),
+    "plain causal d64": ("relative bias causal d64", "learned table causal d64"),
+    "plain 4096 d64": ("learned pair bias d64",),
+    "12 documents d128": ("by ids",),
+}
+"""Workload without a score_mod -> the workloads that are compared with it; "by ids": itself, with the documents as an argument."""
 AT_ONCE = 10
 """Calls that are queued before the host waits for them."""
 
@@ -88,7 +101,7 @@ def report(problem: typing.Any, programs: list[Program], seconds: float, meter: 
     found: dict[tuple[bool, str], list[Reading]] = {}
     for program in [*programs, *programs[::-1]]:
         run, given = program.run.result(), [arrays[name] for name in ("q", "k", "v", *["d_out"] * program.both)]
-        reading = sustained(lambda run=run, given=given: run(*given), seconds, meter)
+        reading = sustained(functools.partial(run, *given), seconds, meter)
         found.setdefault((program.both, program.name), []).append(reading)
     mean = {at: Reading(*map(statistics.mean, zip(*readings, strict=True))) for at, readings in found.items()}
 
@@ -108,15 +121,102 @@ def report(problem: typing.Any, programs: list[Program], seconds: float, meter: 
         )
 
 
+class Pair(typing.NamedTuple):
+    """Compiled forward pass and both passes of a workload, and the arrays of its mod or mask that they take after q, k, v and d_out."""
+
+    forward: typing.Any
+    both: typing.Any
+    more: tuple[typing.Any, ...]
+
+
+def with_program(problem: typing.Any, by_ids: bool, pool: ThreadPoolExecutor) -> Pair:
+    """The programs of a workload; they are lowered here and compile in the pool, so that both are futures.
+
+    by_ids   its documents are an argument of the program, and the lists of blocks are derived in it
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import flexjax
+    from flexjax.bench import gpu_peers
+    from flexjax.bench.suites import document_ids
+
+    arrays, array = gpu_peers.on_device(problem)
+    attend = gpu_peers.flexjax(problem)
+    more = () if array is None else (array,)
+    if by_ids:
+        more = (jnp.asarray(document_ids(problem.length, problem.parameter, problem.seed)),)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+            """Causal attention in documents."""
+            mask_mod = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+            return flexjax.flex_attention(q, k, v, mask_mod=mask_mod)
+
+    out = lambda q, k, v, *more: attend(q, k, v, *(more or (None,)))
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, *more: jax.Array) -> typing.Any:
+        """Output and gradients of q, k, v, and of the array where the workload learns it."""
+        if problem.learns:
+            value, pull = jax.vjp(out, q, k, v, *more)
+        else:
+            value, pull = jax.vjp(lambda q, k, v: out(q, k, v, *more), q, k, v)
+        return value, pull(d_out)
+
+    q, k, v, d_out = (arrays[name] for name in ("q", "k", "v", "d_out"))
+    lowered = jax.jit(out).lower(q, k, v, *more), jax.jit(both).lower(q, k, v, d_out, *more)
+    return Pair(*(pool.submit(program.compile) for program in lowered), more)
+
+
+def report_programs(seconds: float, meter: Meter) -> None:
+    """Measures PROGRAMS and prints a line for each."""
+    from flexjax.bench import gpu_peers
+    from flexjax.bench.suites import SUITES
+
+    pool, named = ThreadPoolExecutor(14), {problem.name: problem for problem in SUITES["gpu"]}
+    made = {
+        name: with_program(named[plain if name == "by ids" else name], name == "by ids", pool)
+        for plain, names in PROGRAMS.items()
+        for name in (plain, *names)
+    }
+    for pair in made.values():
+        _ = pair.forward.result(), pair.both.result()
+    for plain, names in PROGRAMS.items():
+        arrays, _ = gpu_peers.on_device(named[plain])
+        q, k, v, d_out = (arrays[name] for name in ("q", "k", "v", "d_out"))
+        found: dict[str, list[tuple[Reading, Reading]]] = {}
+        for name in (plain, *names, *names[::-1], plain):
+            forward, both, more = made[name]
+            calls = (
+                functools.partial(forward.result(), q, k, v, *more),
+                functools.partial(both.result(), q, k, v, d_out, *more),
+            )
+            found.setdefault(name, []).append(
+                (sustained(calls[0], seconds, meter), sustained(calls[1], seconds, meter))
+            )
+        for name, readings in found.items():
+            forward, both = (statistics.mean(r[n].seconds for r in readings) for n in (0, 1))
+            base = tuple(statistics.mean(r[n].seconds for r in found[plain]) for n in (0, 1))
+            backward = both - forward
+            print(
+                f"{name:26} forward {1e3 * forward:7.3f} ms ({forward / base[0]:.3f}), backward {1e3 * backward:7.3f} ms"
+                f" ({backward / (base[1] - base[0]):.3f})  {readings[0][0].megahertz:.0f}, {readings[0][1].megahertz:.0f} MHz",
+                flush=True,
+            )
+
+
 def main() -> int:
     """Lowers all programs, then measures workload by workload; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=WORKLOADS)
+    parser.add_argument("--programs", action="store_true")
     parser.add_argument("--each", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=150)
     arguments = parser.parse_args()
     from flexjax.bench.suites import SUITES
 
+    if arguments.programs:
+        report_programs(arguments.each, Meter())
+        return 0
     began, pool, meter = time.monotonic(), ThreadPoolExecutor(14), Meter()
     problems = {problem.name: problem for problem in SUITES["gpu"]}
     lowered = [(problems[name], programs_of(problems[name], pool)) for name in arguments.only.split(";")]
