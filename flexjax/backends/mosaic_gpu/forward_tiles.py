@@ -309,11 +309,13 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
 
 
 def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
-    """RINGS of a size, with LONG_RING first where size is 128 and rows are long: LONG_ROWS key tiles of 128 without a mask, twice as many
-    under a causal-like one, which hides half of them.
+    """RINGS of a size, with LONG_RING first where size is 128, there is no score_mod (ALiBi takes 3% longer with it) and rows are long: LONG_ROWS
+    key tiles of 128 without a mask, twice as many under a causal-like one, which hides half of them.
     """
+    if size != 128 or plan.score is not None:
+        return RINGS[size]
     tiles = plan.kv_len / 128 * (1 if dq_order.is_full(plan) else 0.5 if dq_order.is_triangle(plan) else 0)
-    return tuple(dict.fromkeys((LONG_RING, *RINGS[size]))) if size == 128 and tiles >= LONG_ROWS else RINGS[size]
+    return tuple(dict.fromkeys((LONG_RING, *RINGS[size]))) if tiles >= LONG_ROWS else RINGS[size]
 
 
 def _allowed(size: int, option: int | None, mask_block: int | None) -> bool:
@@ -332,36 +334,38 @@ def _ring_size(head_dim: int, value_dim: int) -> int:
 
 def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
     """The fields of ForwardTile that say how CTAs get work items and how steps overlap, by name: `persistent`, `dynamic_scheduler`,
-    `ping_pong` and `prefetch_key_barrier`; at size 64 also `overlap` and `lazy_rescale`, which keep their default True above, and above
-    size 64 `reverse_kv`.
+    `ping_pong`, `prefetch_key_barrier` and `reverse_kv`; at size 64 also `overlap` and `lazy_rescale`, which keep their default True above.
 
     size     a key of RINGS: 64, 128 or 256, the larger head dim rounded up, or SPLIT
     groups   consumer warpgroups
 
     The dynamic scheduler always runs, except where columns are split. At size 64, softmax and P V overlap, with lazy rescaling and
     prefetched key barriers, only with three groups, without dropout, and without a mask_mod unless `three_groups.under_mask`; two
-    groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in
-    reverse with a score_mod; a static softmax reference (a soft cap) turns off all three.
+    groups alternate, with a score_mod with lazy rescaling and keys in reverse. Above, two groups alternate under a block mask at size 128,
+    key barriers are prefetched, and keys are visited in reverse with a score_mod. A static softmax reference (a soft cap) turns off
+    alternating and prefetching above size 64, and the reverse everywhere.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
+    static = static_reference(plan) is not None
+    scored = plan.score is not None and not static
     if size == 64:
         overlap = groups == 3 and plan.dropout is None and (plan.mask is None or under_mask(plan))
         return {
             **scheduler,
             "overlap": overlap,
-            "lazy_rescale": overlap,
+            "lazy_rescale": overlap or (groups == 2 and scored),
             "ping_pong": groups == 2,
             "prefetch_key_barrier": overlap,
+            "reverse_kv": groups == 2 and scored,
         }
     # A static reference means a soft cap, whose tanh doubles the exponentials of a step.
-    static = static_reference(plan) is not None
     if size == SPLIT:  # the CTAs of a cluster have to take the same items, so the hardware deals them out
         scheduler = {"persistent": False, "dynamic_scheduler": False}
     return {
         **scheduler,
         "ping_pong": groups == 2 and size < 256 and plan.blocks is not None and not static,
         "prefetch_key_barrier": not static,
-        "reverse_kv": plan.score is not None and not static,
+        "reverse_kv": scored,
     }
 
 

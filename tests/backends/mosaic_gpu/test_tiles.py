@@ -285,11 +285,28 @@ def test_tiles_of_the_forward_pass(name: str) -> None:
         ({"mask_mod": DOCUMENTS}, (2, 2, 2)),
         ({"mask_mod": flexjax.masks.causal, "kernel_options": KernelOptions(num_stages=2)}, (2, 2, 2)),
         ({"mask_mod": flexjax.masks.causal, "dim": 64}, (2, 2, 2)),
+        ({"score_mod": lambda s, b, h, q, k: s + 0.1 * (k - q)}, (2, 2, 2)),
     ],
 )
 def test_long_rows_have_a_third_slot_of_keys(arguments: dict[str, typing.Any], slots: tuple[int, int, int]) -> None:
     tile = forward_tiles.forward_tile(traced(**{"dim": 128, **arguments}))
     assert (tile.stages, tile.value_stages, tile.query_slots) == slots
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("score_mod", "reverse"),
+    [
+        (None, False),
+        (lambda s, b, h, q, k: s + 0.1 * (k - q), True),
+        (lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), False),
+    ],
+)
+def test_keys_in_reverse(dim: int, score_mod: typing.Any, reverse: bool) -> None:
+    """Beside a lag of the reference, so that the output is not rescaled once the largest scores were seen."""
+    tile = forward_tiles.forward_tile(traced(dim=dim, mask_mod=DOCUMENTS, score_mod=score_mod))
+    assert tile.reverse_kv == reverse
+    assert tile.lazy_rescale == (reverse or dim == 128)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the tile scheduler needs jax 0.11")
