@@ -119,7 +119,10 @@ def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
     """
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
-    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
+    try:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
+    except RuntimeError:  # no GPU in this process, and a target of which only the platform is known, as in jax.export
+        return None
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
@@ -142,11 +145,13 @@ def with_simplified_module(config: "ir.DictAttr", context: "ir.Context") -> "ir.
     """A kernel's backend configuration with its module simplified (simplified_module.py), and the hash made anew.
 
     config    the attribute CONFIG of the kernel's custom call
-    context   in which new attributes are made
+    context   in which the kernel was lowered and new attributes are made
     """
     from jax.extend.mlir import ir
 
-    return with_module(config, simplified_module.simplified(ir.StringAttr(config[MODULE]).value_bytes), context)
+    return with_module(
+        config, simplified_module.simplified(ir.StringAttr(config[MODULE]).value_bytes, context), context
+    )
 
 
 def with_module(config: "ir.DictAttr", module: bytes, context: "ir.Context") -> "ir.DictAttr":

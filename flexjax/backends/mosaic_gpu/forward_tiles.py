@@ -248,8 +248,8 @@ RINGS = {
     SPLIT: ((2, 2, 1), (2, 1, 1), (1, 1, 1)),
 }
 LONG_ROWS, LONG_RING = 16, (3, 2, 1)
-"""Where the query tiles of a full or causal-like mask visit at least LONG_ROWS key tiles in the mean, LONG_RING comes first at size 128:
-its third key slot covers the time that a copy takes. The second query slot, whose place it takes, saves time once a work item."""
+"""Where the query tiles of a full or causal-like mask visit at least LONG_ROWS key tiles on average, LONG_RING comes first at size 128:
+its third key slot covers the time that a copy takes. The second query slot, whose place it takes, saves time once per work item."""
 ONE_SLOT = (1, 1, 1)
 """The ring of float32 operands whose head dims leave no room for more, tried last."""
 GROUPS = (2, 1, 3)
@@ -309,12 +309,15 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
 
 
 def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
-    """RINGS of a size, with LONG_RING first where size is 128, there is no score_mod (ALiBi takes 3% longer with it) and rows are long: LONG_ROWS
-    key tiles of 128 without a mask, twice as many under a causal-like one, which hides half of them.
+    """RINGS of a size, with LONG_RING first where rows are long, at size 128, for 16 bits and without a score_mod (LOG.md).
+
+    Rows are long where they have LONG_ROWS key tiles of 128. Under a causal-like mask, with at least as many queries as keys, half of the
+    keys count.
     """
-    if size != 128 or plan.score is not None:
+    if size != 128 or plan.score is not None or parts_of(plan) > 1:
         return RINGS[size]
-    tiles = plan.kv_len / 128 * (1 if dq_order.is_full(plan) else 0.5 if dq_order.is_triangle(plan) else 0)
+    causal = dq_order.is_triangle(plan) and plan.q_len >= plan.kv_len
+    tiles = plan.kv_len / 128 * (1 if dq_order.is_full(plan) else 0.5 if causal else 0)
     return tuple(dict.fromkeys((LONG_RING, *RINGS[size]))) if tiles >= LONG_ROWS else RINGS[size]
 
 

@@ -38,9 +38,9 @@ from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 L2_SHARE = 24e6
 """Bytes of keys and values that stay in the L2 beside everything else."""
-FEWEST_HEADS = 4
-"""The fewest heads side by side under a mask whose rows visit a part of the keys, so that the bytes of all keys say little: 12 documents of
-16384 tokens took 0.539 ms with 2 heads of 128, 0.532 with 4 and 0.574 with 8."""
+FEW_HEADS, L2_SHARE_OF_FEW = 4, 36e6
+"""Up to so many heads side by side may have so many bytes of keys and values under a mask that is not causal-like, because its rows mostly
+visit few of the keys. 12 documents of 16384 tokens, in one run: 0.552 ms with 2 heads of 128, 0.544 with 4, 0.574 with 8."""
 COUNTER_RESULT = MAILBOX_WORDS - 1
 """Word of the first mailbox through which one thread passes a number from the atomic counter to its warpgroup."""
 
@@ -181,7 +181,7 @@ class TileScheduler:
         A persistent grid mixes all heads, so that the longest rows start first. In other grids the next heads start when these are done,
         so that the keys and values in use stay in the L2. Their number is then the largest divisor of the number of all heads for which
         the keys and values of so many heads, at two bytes an element, fit L2_SHARE, or 1; those of a key head count once for all of its
-        query heads. With the dynamic scheduler and a mask that is not causal-like, divisors up to FEWEST_HEADS fit in any case.
+        query heads. With the dynamic scheduler and a mask that is not causal-like, up to FEW_HEADS heads may take L2_SHARE_OF_FEW.
         """
         plan = self.plan
         heads = plan.batch * plan.q_heads
@@ -189,8 +189,8 @@ class TileScheduler:
             return heads
         head_bytes = plan.kv_len * (self.tile.head_dim + self.tile.value_dim) * self.tile.ctas * 2 / plan.group
         parts = self.tile.dynamic_scheduler and plan.blocks is not None and not dq_order.is_triangle(plan)
-        fewest = FEWEST_HEADS if parts else 1
-        return max(n for n in range(1, heads + 1) if heads % n == 0 and (n <= fewest or n * head_bytes <= L2_SHARE))
+        share = lambda n: L2_SHARE_OF_FEW if parts and n <= FEW_HEADS else L2_SHARE
+        return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= share(n)))
 
     def order(self, lists: BlockLists | None) -> jax.Array | None:
         """Rows of the block mask (query blocks), sorted by number of visits, most first, equal ones by number; None

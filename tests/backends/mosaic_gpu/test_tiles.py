@@ -283,6 +283,7 @@ def test_tiles_of_the_forward_pass(name: str) -> None:
         ({"tokens": 2048}, (3, 2, 1)),
         ({"mask_mod": flexjax.masks.sliding_window(100)}, (2, 2, 2)),
         ({"mask_mod": DOCUMENTS}, (2, 2, 2)),
+        ({"mask_mod": flexjax.masks.causal, "tokens": 512, "keys": 8192}, (2, 2, 2)),
         ({"mask_mod": flexjax.masks.causal, "kernel_options": KernelOptions(num_stages=2)}, (2, 2, 2)),
         ({"mask_mod": flexjax.masks.causal, "dim": 64}, (2, 2, 2)),
         ({"score_mod": lambda s, b, h, q, k: s + 0.1 * (k - q)}, (2, 2, 2)),
@@ -318,7 +319,8 @@ def test_keys_in_reverse(dim: int, score_mod: typing.Any, reverse: bool) -> None
         (flexjax.masks.sliding_window(100), 8192, 128, 4),
         (flexjax.masks.sliding_window(100), 8192, 64, 8),
         (flexjax.masks.causal, 65536, 128, 1),
-        (flexjax.masks.sliding_window(100), 65536, 128, 4),
+        (flexjax.masks.sliding_window(100), 32768, 128, 2),
+        (flexjax.masks.sliding_window(100), 65536, 128, 1),
     ],
 )
 def test_heads_side_by_side(mask_mod: typing.Any, tokens: int, dim: int, heads: int) -> None:
@@ -327,7 +329,7 @@ def test_heads_side_by_side(mask_mod: typing.Any, tokens: int, dim: int, heads: 
     made = traced(mask_mod=mask_mod, tokens=tokens, dim=dim)
     assert tile_scheduler.TileScheduler(made, forward_tiles.forward_tile(made)).heads_at_once == heads
     static = dataclasses.replace(forward_tiles.forward_tile(made), dynamic_scheduler=False)
-    if heads == 4 and tokens > 8192:  # their hardware deals out the items in order
+    if heads == 4 and tokens > 8192:  # without the dynamic scheduler L2_SHARE alone counts
         assert tile_scheduler.TileScheduler(made, static).heads_at_once < heads
 
 
