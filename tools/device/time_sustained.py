@@ -3,15 +3,15 @@
 Not collected by pytest. A large matrix product or attention call takes a GPU to its power limit within a second, and its clocks then fall by a
 sixth. How fast a program is from then on follows from the energy that it takes; kernels timed one at a time (time_beside_fa3.py) are somewhere
 between. A line for each workload, pass and program: milliseconds of a call by the wall clock, FlashAttention-3's time over it, millijoules of
-a call (NVML), and the median clock in MHz. Each program runs alone, without a pause, twice; its line has the mean. Backward is both passes
+a call (NVML, which counts every 20 to 100 ms, so to 3 to 14% of 0.7 s), and the median clock in MHz. Each program runs alone, without a pause, twice; its line has the mean. Backward is both passes
 less forward.
 
 With --programs no FlashAttention-3 is needed: each workload with a score_mod, or with documents by ids of the call, has a line with its time
 over that of the same call without, for the forward and the backward pass in a fixed order. Where the mod's array is learned, the backward pass
 has its gradient.
 
+    --programs       all PROGRAMS of this file; --only and --seconds do not count
     --only NAMES     workloads of the gpu suite, by semicolons
-    --programs       beside the same call without a score_mod, instead of beside FlashAttention-3
     --each SECONDS   how long a program is measured each time (0.8), after half as long without
     --seconds N      begin no other workload after so long (150)
 """
@@ -113,16 +113,21 @@ def report(problem: typing.Any, programs: list[Program], seconds: float, meter: 
     passes = {("forward", name): reading for (both, name), reading in mean.items() if not both}
     passes |= {("backward", name): backward(name) for both, name in mean if both}
     for (which, name), reading in passes.items():
-        peer = passes.get((which, "FA3"), reading)
+        peer = passes.get((which, "FA3"))
+        speed, energy = ("", "") if peer is None else (
+            f" ({peer.seconds / reading.seconds:.3f})", f" ({reading.joules / peer.joules:.3f})"
+        )  # fmt: skip
         print(
-            f"{problem.name:24} {which:8} {name:5} {1e3 * reading.seconds:7.3f} ms ({peer.seconds / reading.seconds:.3f})"
-            f" {1e3 * reading.joules:6.0f} mJ ({reading.joules / peer.joules:.3f}) {reading.megahertz:.0f} MHz",
+            f"{problem.name:24} {which:8} {name:5} {1e3 * reading.seconds:7.3f} ms{speed}"
+            f" {1e3 * reading.joules:6.0f} mJ{energy} {reading.megahertz:.0f} MHz",
             flush=True,
         )
 
 
 class Pair(typing.NamedTuple):
-    """Compiled forward pass and both passes of a workload, and the arrays of its mod or mask that they take after q, k, v and d_out."""
+    """Futures of the compiled forward pass and both passes of a workload, and the arrays of its mod or mask that they take after q, k, v and
+    d_out.
+    """
 
     forward: typing.Any
     both: typing.Any

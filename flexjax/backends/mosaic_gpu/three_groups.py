@@ -35,7 +35,9 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
     """
     if parts_of(plan) > 1 or size != 64 or staged_dtype is not None or plan.dropout is not None:
         return False
-    if plan.kv_len % 128 and plan.score is not None:  # a loop for the last tile beside the other, as under a mask
+    if (
+        plan.kv_len % 128 and plan.score is not None
+    ):  # the last tile needs a second loop, which 160 registers may not hold
         return False
     if plan.mask is None:
         return SPEED * utilization(plan, 192) > utilization(plan, 128)
