@@ -3,14 +3,14 @@ equal kernels again, and hands over modules that compile in less time.
 
 XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is
 lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running
-number into each module, so equal kernels have different hashes and the cache never hits. Therefore, as soon as a
+number into each module, so equal kernels have different hashes and the cache never hits. Therefore, while a
 forward or backward pass is lowered,
 
-- `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
-- it simplifies them (simplified_module.py);
-- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of
-  the caller's program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and
-  then finds the machine code in the cache.
+- each kernel loses the file name before jax serializes and hashes it, and equal kernels have equal hashes;
+- it is simplified at that point too (simplified_module.py);
+- as soon as the pass is lowered, each kernel starts to compile in a thread, as the only operation of a program that
+  is never run, while the rest of the caller's program is lowered. XLA, which needs LLVM with other options than
+  Mosaic, waits for the threads and then finds the machine code in the cache.
 
 An error in such a thread is not reported, because XLA compiles the same kernel again and reports it to the user.
 
@@ -23,9 +23,9 @@ imported and used below `attempt`.
 import concurrent.futures
 import contextlib
 import functools
-import hashlib
 import logging
 import os
+import threading
 import typing
 from collections.abc import Callable, Iterator
 
@@ -38,7 +38,6 @@ from flexjax.backends.target import Target
 
 if typing.TYPE_CHECKING:
     from jax.extend.mlir import ir
-    from jax.interpreters import mlir
     from jax.sharding import SingleDeviceSharding
 
 LOG = logging.getLogger(__name__)
@@ -58,20 +57,20 @@ MOST_THREADS = 8
 
 
 @contextlib.contextmanager
-def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
+def lowering(target: Target) -> Iterator[None]:
     """A context: the kernels that are lowered inside get hashes that equal kernels share and simplified modules, and compile ahead if
     the target is a GPU of this process.
 
-    module   what the pass is lowered into
     target   the device that the pass is lowered for
 
-    Both happen when the context ends; compiling is not waited for. Nothing happens where the body raises, and a failure
-    of this module is logged only (`attempt`).
+    The first two happen when jax serializes a kernel, the third when the context ends; compiling is not waited for. Nothing compiles
+    where the body raises, and a failure of this module is logged only (`attempt`).
     """
     before = attempt(operations_so_far)
-    yield
+    with prepared_kernels():
+        yield
     if before is not None:
-        attempt(compile_new_kernels, before, module, target)
+        attempt(compile_new_kernels, before, target)
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
@@ -83,6 +82,45 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
         return None
 
 
+@contextlib.contextmanager
+def prepared_kernels() -> Iterator[None]:
+    """A context: jax calls `prepare` on the modules that this thread lowers before it serializes them. Where this jax serializes in another
+    way, nothing is done, with a line in the log.
+    """
+    core = attempt(serializing_module)
+    if core is None:
+        yield
+        return
+    serialize, thread = core._run_serde_pass, threading.get_ident()
+
+    def prepare_and_serialize(module: "ir.Module", *arguments: object, **options: object) -> object:
+        """jax's serialization of a kernel's module, after `prepare`."""
+        if threading.get_ident() == thread:
+            attempt(prepare, module)
+        return serialize(module, *arguments, **options)
+
+    core._run_serde_pass = prepare_and_serialize
+    try:
+        yield
+    finally:
+        core._run_serde_pass = serialize
+
+
+def serializing_module() -> typing.Any:
+    """The Python module of jax whose function `_run_serde_pass` serializes the modules of kernels; raises where it has none."""
+    from jax.experimental.mosaic.gpu import core
+
+    _ = core._run_serde_pass
+    return core
+
+
+def prepare(module: "ir.Module") -> None:
+    """Removes the file name for dumps from the module of a kernel, if it has one, and simplifies the module, both in place."""
+    if FILE_NAME in module.operation.attributes:
+        del module.operation.attributes[FILE_NAME]
+    simplified_module.simplify(module)
+
+
 def operations_so_far() -> "list[ir.OpView]":
     """The operations that the MLIR block into which jax is lowering contains at this time, in order."""
     from jax.extend.mlir import ir
@@ -90,27 +128,22 @@ def operations_so_far() -> "list[ir.OpView]":
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Removes the file names from the Mosaic GPU kernels that were lowered since, simplifies these kernels, and starts to compile them;
-    other operations stay as they are. A kernel that cannot be simplified stays as it is, with a line in the log.
+def compile_new_kernels(before: "list[ir.OpView]", target: Target) -> None:
+    """Starts to compile the Mosaic GPU kernels that were lowered since, if the target is a GPU of this process.
 
     before   the block's operations before the pass was lowered (`operations_so_far`)
-    module   what the pass is lowered into
-    target   the device that the pass is lowered for; kernels are compiled only if it is a GPU of this process
+    target   the device that the pass is lowered for
     """
     from jax.extend.mlir import ir
 
     gpu = gpu_of_this_process(target)
+    if gpu is None:
+        return
     for operation in operations_so_far()[len(before) :]:
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
-        if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
-            continue
-        config = without_file_name(ir.DictAttr(operation.attributes[CONFIG]), module.context)
-        config = attempt(with_simplified_module, config, module.context) or config
-        operation.attributes[CONFIG] = config
-        if gpu is not None:
-            start_compiling(kernel_of(config), gpu)
+        if ir.StringAttr(operation.attributes["call_target_name"]).value == TARGET:
+            start_compiling(kernel_of(ir.DictAttr(operation.attributes[CONFIG])), gpu)
 
 
 def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
@@ -123,66 +156,6 @@ def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
         return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
     except RuntimeError:  # no GPU in this process, and a target of which only the platform is known, as in jax.export
         return None
-
-
-def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash made anew;
-    the same configuration, with its hash, if the module has no such name.
-
-    config    the attribute CONFIG of the kernel's custom call
-    context   in which new attributes are made
-    """
-    from jax.extend.mlir import ir
-
-    parsed = parse_module(ir.StringAttr(config[MODULE]).value_bytes, context)
-    if FILE_NAME not in parsed.operation.attributes:
-        return config
-    del parsed.operation.attributes[FILE_NAME]
-    return with_module(config, simplified_module.bytecode(parsed), context)
-
-
-def with_simplified_module(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with its module simplified (simplified_module.py), and the hash made anew.
-
-    config    the attribute CONFIG of the kernel's custom call
-    context   in which the kernel was lowered and new attributes are made
-    """
-    from jax.extend.mlir import ir
-
-    return with_module(
-        config, simplified_module.simplified(ir.StringAttr(config[MODULE]).value_bytes, context), context
-    )
-
-
-def with_module(config: "ir.DictAttr", module: bytes, context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with another module and the hash of that module.
-
-    config    the attribute CONFIG of the kernel's custom call
-    module    bytecode
-    context   in which new attributes are made
-    """
-    from jax.extend.mlir import ir
-
-    entries = {entry.name: entry.attr for entry in config}
-    entries[MODULE] = ir.StringAttr.get(module, context=context)
-    entries[HASH] = ir.StringAttr.get(hashlib.sha256(module).digest(), context=context)
-    return ir.DictAttr.get(entries, context=context)
-
-
-def parse_module(module: bytes, context: "ir.Context") -> "ir.Module":
-    """The MLIR module of a kernel, from its bytecode.
-
-    The module's dialect, `stable_mosaic_gpu`, is not registered in the context, so unregistered dialects are allowed
-    while this parses; afterwards the context is as it was, also where parsing raises.
-    """
-    from jax.extend.mlir import ir
-
-    allowed = context.allow_unregistered_dialects
-    context.allow_unregistered_dialects = True
-    try:
-        return ir.Module.parse(module, context=context)
-    finally:
-        context.allow_unregistered_dialects = allowed
 
 
 class KernelCall(typing.NamedTuple):

@@ -5,8 +5,6 @@ import gc
 import threading
 from collections.abc import Iterator
 
-from jax.interpreters import mlir
-
 from flexjax.backends.target import Target
 
 LOWERING_LOCK = threading.RLock()
@@ -15,12 +13,12 @@ once get wrong machine code."""
 
 
 @contextlib.contextmanager
-def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
-    """A context in which one pass of a call is lowered into `module` for `target`. Only one Python thread at a time is inside; others
+def lowering(target: Target) -> Iterator[None]:
+    """A context in which one pass of a call is lowered for `target`. Only one Python thread at a time is inside; others
     wait. When the context ends without an error, the kernels that were lowered in it begin to compile in background threads, if the
     target is a GPU of this process (compile_ahead.py).
     """
-    with LOWERING_LOCK, collector_paused(), _compile_ahead(module, target):
+    with LOWERING_LOCK, collector_paused(), _compile_ahead(target):
         yield
 
 
@@ -41,7 +39,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+def _compile_ahead(target: Target) -> contextlib.AbstractContextManager[None]:
     """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports: compiling ahead only
     saves time.
     """
@@ -49,4 +47,4 @@ def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.Abs
         from flexjax.backends.mosaic_gpu import compile_ahead
     except ImportError:
         return contextlib.nullcontext()
-    return compile_ahead.lowering(module, target)
+    return compile_ahead.lowering(target)

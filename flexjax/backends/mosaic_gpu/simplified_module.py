@@ -1,4 +1,4 @@
-"""Simplifies the module of a lowered kernel before XLA gets it, so that Mosaic compiles it in less time.
+"""Simplifies the module of a lowered kernel before jax serializes it, so that jax and Mosaic take less time.
 
 The first pass that Mosaic runs on a module is MLIR's `canonicalize`, which visits operations in the order of the program ("top down"). Whenever
 it changes an operation whose result a loop reads, it looks at the whole loop again, for equal and for unused values that the loop
@@ -6,12 +6,11 @@ carries. A loop with two accumulators carries 130 values, and the time grows wit
 last operation to the first ("bottom up") the same pass takes 0.03 s. Mosaic's own pass then finds nothing to do, and the machine code is the
 same.
 
-A kernel's module travels as bytecode in a form that outlives versions of Mosaic ("serialized", with a version number). It is read back from
-that form, simplified, and written in the same version. All of this uses parts of jax that are not public; compile_ahead.py leaves a
-module as it is where they have changed, and where it cannot be read back, as those that jax.export writes in an older version.
+Half of the operations of a kernel as jax lowers it are constants and addresses that are there more than once. What jax does with the module
+afterwards, a copy, a translation to a form that outlives versions of Mosaic ("serialized") and its bytecode, takes half the time without
+them.
 """
 
-import io
 import typing
 
 if typing.TYPE_CHECKING:
@@ -19,42 +18,16 @@ if typing.TYPE_CHECKING:
 
 PASSES = "canonicalize{top-down=false},cse"
 """MLIR's passes: simplify operations, and keep one of equal operations."""
-VERSION = "stable_mosaic_gpu.version"
-"""The attribute of a serialized module with the version of its form."""
 
 
-def simplified(module: bytes, context: "ir.Context") -> bytes:
-    """The serialized module of a kernel, simplified.
+def simplify(module: "ir.Module") -> None:
+    """Simplifies a kernel's module in place, before it is serialized. Raises whatever jax raises where it lacks one of the passes; the
+    module is as before then.
 
-    module    bytecode of the module
-    context   in which the kernel was lowered. It allows unregistered dialects, those of a serialized module, only while this runs
-
-    Returns bytecode of the same version. Raises whatever jax raises where it lacks one of the passes or the version.
+    jax has verified the module and verifies it again once it is serialized, so it is not verified between.
     """
-    from jax.experimental.mosaic.gpu import dialect  # pyright: ignore[reportPrivateImportUsage]
-    from jax.extend.mlir import ir
     from jaxlib.mlir import passmanager
 
-    dialect.register_dialect(context)
-    allowed = context.allow_unregistered_dialects
-    context.allow_unregistered_dialects = True
-    try:
-        with context, ir.Location.unknown(context):
-            parsed = ir.Module.parse(module, context=context)
-            version = ir.IntegerAttr(parsed.operation.attributes[VERSION]).value
-            for passes in (
-                "mosaic_gpu-serde{serialize=false}",
-                PASSES,
-                f"mosaic_gpu-serde{{serialize=true target-version={version}}}",
-            ):
-                passmanager.PassManager.parse(f"builtin.module({passes})", context).run(parsed.operation)
-            return bytecode(parsed)
-    finally:
-        context.allow_unregistered_dialects = allowed
-
-
-def bytecode(module: "ir.Module") -> bytes:
-    """A module as bytecode, in the version of MLIR's format that every jaxlib reads."""
-    written = io.BytesIO()
-    module.operation.write_bytecode(written, desired_version=0)
-    return written.getvalue()
+    passes = passmanager.PassManager.parse(f"builtin.module({PASSES})", module.context)
+    passes.enable_verifier(False)
+    passes.run(module.operation)

@@ -402,8 +402,8 @@ class MosaicGpu:
         return backward_sm80.backward(plan, given._replace(operands=operands), card)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """A context in which one pass of the call is lowered into `module` for the target (lowering.py)."""
-        return lowering.lowering(module, target)
+        """A context in which one pass of the call is lowered for the target (lowering.py)."""
+        return lowering.lowering(target)
 
 
 BACKEND = MosaicGpu()

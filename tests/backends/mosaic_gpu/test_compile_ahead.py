@@ -13,6 +13,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import typing
 from collections.abc import Callable
 
@@ -23,6 +24,9 @@ from jax.interpreters import mlir
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
+from jax.experimental.mosaic.gpu import core as mgpu_core
+from jaxlib.mlir import ir, passmanager
 
 import flexjax
 from flexjax import masks
@@ -114,8 +118,7 @@ def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.Monke
 
 
 PIECES = (
-    "operations_so_far", "gpu_of_this_process", "without_file_name", "parse_module", "kernel_of", "start_compiling",
-    "compile_threads", "with_module", "with_simplified_module",
+    "operations_so_far", "gpu_of_this_process", "serializing_module", "prepare", "kernel_of", "start_compiling", "compile_threads",
 )  # fmt: skip
 
 
@@ -167,41 +170,69 @@ def test_threads_leave_a_core_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> 
         assert (pool and pool._max_workers) == expected
 
 
-def modules(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
-    """(module as jax lowered it, simplified) of each kernel of both passes."""
-    found: list[tuple[bytes, bytes]] = []
-    real = simplified_module.simplified
+def modules(monkeypatch: pytest.MonkeyPatch, simplify: bool) -> list[str]:
+    """The modules of both passes' kernels when jax serializes them, as text."""
+    found: list[str] = []
+    real = mgpu_core._run_serde_pass
 
-    def noted(module: bytes, context: typing.Any) -> bytes:
-        allowed = context.allow_unregistered_dialects
-        found.append((module, real(module, context)))
-        assert context.allow_unregistered_dialects == allowed
-        return found[-1][1]
+    def noted(module: typing.Any, *arguments: object, **options: object) -> object:
+        found.append(str(module))
+        return real(module, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(simplified_module, "simplified", noted)
+        patch.setattr(mgpu_core, "_run_serde_pass", noted)
+        if not simplify:
+            patch.setattr(simplified_module, "simplify", lambda module: None)
         assert len(set(lowered(gradient))) == len(found) == 3
+        assert mgpu_core._run_serde_pass is noted
     return found
 
 
-def test_a_simplified_module_is_shorter_and_of_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    for before, after in modules(monkeypatch):
-        assert len(after) < 0.75 * len(before)
-        with mlir.make_ir_context() as context:
-            one, other = (
-                compile_ahead.parse_module(module, context).operation.attributes for module in (before, after)
-            )
-            assert {name: str(one[name]) for name in one} == {name: str(other[name]) for name in other}
-            assert simplified_module.VERSION in one
+def passed_through(passes: str, text: str) -> str:
+    """The module after MLIR's passes."""
+    with mlir.make_ir_context() as context:
+        mgpu_core.dialect.register_dialect(context)
+        module = ir.Module.parse(text)
+        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        return str(module)
+
+
+def test_a_simplified_module_is_shorter_and_without_a_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in zip(modules(monkeypatch, False), modules(monkeypatch, True), strict=True):
+        assert after.count("\n") < 0.75 * before.count("\n")
+        assert compile_ahead.FILE_NAME not in before + after
 
 
 def test_nothing_is_left_to_simplify(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for Mosaic's first pass nor for its next."""
-    found = modules(monkeypatch)
-    for passes in ("canonicalize", "cse"):
-        monkeypatch.setattr(simplified_module, "PASSES", passes)
-        for _, after in found:
-            assert simplified_module.simplified(after, mlir.make_ir_context()) == after
+    for text in modules(monkeypatch, True):
+        whole = passed_through("", text)
+        assert [passed_through(passes, text) for passes in ("canonicalize", "cse")] == [whole, whole]
+
+
+def test_modules_that_another_thread_lowers_stay_as_they_are() -> None:
+    """A program of the user that has nothing to do with flexjax."""
+    prepared: list[object] = []
+    real = mgpu_core._run_serde_pass
+
+    class Module:
+        """What `prepare` and jax would fail on."""
+
+    def serialize() -> None:
+        with pytest.raises(AttributeError):
+            mgpu_core._run_serde_pass(Module(), serialize=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_ahead, "prepare", prepared.append)
+        with compile_ahead.prepared_kernels():
+            assert mgpu_core._run_serde_pass is not real
+            thread = threading.Thread(target=serialize)
+            thread.start()
+            thread.join()
+            assert prepared == []
+            serialize()
+            assert len(prepared) == 1
+        assert mgpu_core._run_serde_pass is real
 
 
 def test_without_any_gpu_there_is_none_to_compile_for() -> None:
@@ -260,5 +291,5 @@ if __name__ == "__main__":
         print(hashlib.sha256(program(gradient).encode()).hexdigest())
     else:
         if "--as-lowered" in sys.argv:
-            simplified_module.simplified = lambda module, context: module
+            simplified_module.simplify = lambda module: None
         compile_twice()
