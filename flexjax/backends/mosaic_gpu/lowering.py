@@ -1,4 +1,6 @@
-"""The context in which a pass is lowered: one thread at a time, without Python's cyclic garbage collector, and kernels compile ahead."""
+"""The context in which a pass is lowered: one thread at a time, without Python's cyclic garbage collector, by shortcuts, and kernels compile
+ahead.
+"""
 
 import contextlib
 import gc
@@ -18,7 +20,7 @@ def lowering(target: Target) -> Iterator[None]:
     wait. When the context ends without an error, the kernels that were lowered in it begin to compile in background threads, if the
     target is a GPU of this process (compile_ahead.py).
     """
-    with LOWERING_LOCK, collector_paused(), _compile_ahead(target):
+    with LOWERING_LOCK, collector_paused(), _faster(target):
         yield
 
 
@@ -39,12 +41,16 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _compile_ahead(target: Target) -> contextlib.AbstractContextManager[None]:
-    """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports: compiling ahead only
-    saves time.
+@contextlib.contextmanager
+def _faster(target: Target) -> Iterator[None]:
+    """`compile_ahead.lowering` with `lowering_shortcuts.shortcuts`, or a context that does nothing where this jax lacks what these files
+    import: both only save time.
     """
     try:
-        from flexjax.backends.mosaic_gpu import compile_ahead
+        from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts
     except ImportError:
-        return contextlib.nullcontext()
-    return compile_ahead.lowering(target)
+        found = contextlib.nullcontext(), contextlib.nullcontext()
+    else:
+        found = lowering_shortcuts.shortcuts(), compile_ahead.lowering(target)
+    with found[0], found[1]:
+        yield

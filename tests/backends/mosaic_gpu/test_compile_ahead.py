@@ -3,9 +3,11 @@
 python -m tests.backends.mosaic_gpu.test_compile_ahead            compiles for Hopper, and prints what ptxas says where
                                                                   MOSAIC_GPU_DUMP_PTXAS asks for it
 python -m tests.backends.mosaic_gpu.test_compile_ahead --lower    prints the hash of a lowered program
-python -m tests.backends.mosaic_gpu.test_compile_ahead --as-lowered    compiles for Hopper without simplifying the kernels
+python -m tests.backends.mosaic_gpu.test_compile_ahead --as-lowered    compiles for Hopper without simplifying the kernels, and
+                                                                  lowers them without shortcuts
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -30,7 +32,7 @@ from jaxlib.mlir import ir, passmanager
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import compile_ahead, simplified_module
+from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts, simplified_module
 from flexjax.backends.target import Target
 from tests.backends.mosaic_gpu import compile_hopper
 
@@ -241,7 +243,7 @@ def test_without_any_gpu_there_is_none_to_compile_for() -> None:
 
 
 @pytest.mark.skipif(compile_hopper.missing() is not None, reason=str(compile_hopper.missing()))
-def test_simplified_kernels_have_the_same_machine_code(tmp_path: pathlib.Path) -> None:
+def test_kernels_have_the_same_machine_code_as_without_shortcuts_and_simplification(tmp_path: pathlib.Path) -> None:
     found = []
     for flags in ([], ["--as-lowered"]):
         place = tmp_path / str(len(flags))
@@ -292,4 +294,5 @@ if __name__ == "__main__":
     else:
         if "--as-lowered" in sys.argv:
             simplified_module.simplify = lambda module: None
+            lowering_shortcuts.shortcuts = contextlib.nullcontext
         compile_twice()
