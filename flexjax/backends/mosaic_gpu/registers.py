@@ -11,6 +11,7 @@ Functions of arrays are called inside kernels of Lane semantics; functions of ML
 reads memory, thread_tiles.py does arithmetic on the elements of a thread.
 """
 
+import functools
 import typing
 from collections.abc import Iterable
 
@@ -34,6 +35,8 @@ RegisterIndex = tuple[int, ...]
 """Index of a register in `FragmentedArray.registers`."""
 Item = tuple[RegisterIndex, int, ir.Value]
 """A register, the number of an element in it, and the value of that element."""
+Element = tuple[RegisterIndex, int, tuple[int, ...]]
+"""A register, the number of an element in it, and the position of that element as the first thread has it."""
 
 
 def layout_of(kind: str) -> typing.Any:
@@ -119,7 +122,7 @@ class Positions(typing.NamedTuple):
     """
 
     lane: tuple[ir.Value, ...]
-    constants: list[tuple[RegisterIndex, int, tuple[int, ...]]]
+    constants: tuple[Element, ...]
 
 
 def positions_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> Positions:
@@ -138,6 +141,14 @@ def positions_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> Positions:
     for stride in contiguous:
         lane.append(arith.divui(flat, mgpu.c(stride, i32)))
         flat = arith.remui(flat, mgpu.c(stride, i32))
+    return Positions(tuple(lane), _constants_of(layout, shape))
+
+
+@functools.cache
+def _constants_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> tuple[Element, ...]:
+    """`Positions.constants` of an array of `shape` in `layout`. A kernel asks for those of few shapes, each about ten times."""
+    contiguous = tuple(mgpu.utils.get_contiguous_strides(shape))
+    strides = layout.tiling.tile_strides(contiguous)
     constants = []
     for index in np.ndindex(tuple(layout.registers_shape(shape))):
         start = sum(i * s for i, s in zip(index, strides, strict=True))
@@ -147,7 +158,7 @@ def positions_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> Positions:
                 position.append(rest // stride)
                 rest %= stride
             constants.append((index, element, tuple(position)))
-    return Positions(tuple(lane), constants)
+    return tuple(constants)
 
 
 def element(register: ir.Value, number: int) -> ir.Value:

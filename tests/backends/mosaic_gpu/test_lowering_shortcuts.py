@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts, simplified_module
+from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts, registers, simplified_module
 from tests.backends.mosaic_gpu.test_compile_ahead import attend, gradient, lowered
 
 MMA = importlib.import_module("jax.experimental.mosaic.gpu.mma")  # the package has a function of that name
@@ -176,3 +176,14 @@ def test_other_threads_lower_as_before() -> None:
             thread.start()
             thread.join()
     assert found == [[False, False]]
+
+
+def test_where_the_elements_of_a_thread_lie_is_derived_once() -> None:
+    """The first thread of a warpgroup holds two adjacent elements of each 8 columns in the first row and in the ninth."""
+    tile, shape = registers.lowered(registers.TILE), (64, 32)
+    found = registers._constants_of(tile, shape)
+    assert registers._constants_of(tile, shape) is found
+    expected = [(row, column + item) for row in (0, 8) for column in range(0, 32, 8) for item in (0, 1)]
+    assert sorted(position for _, _, position in found) == expected
+    assert len({register for register, _, _ in found}) == 8
+    assert len(registers._constants_of(tile, (128, 32))) == 2 * len(expected)
