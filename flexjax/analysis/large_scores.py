@@ -3,7 +3,8 @@
 Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c), where max is the running maximum of the row and
 c a constant factor such as log2(e). For a score of -1e10, as an additive mask has, the FMA and the separate product max * c
 round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN. A kernel whose scores may be large
-computes exp2((score - max) * c) instead, one more operation an element.
+computes exp2((score - max) * c) instead, one more operation an element, or has another c for each row
+(backends/mosaic_gpu/row_scales.py).
 
 A score may be large where one of these is added to it or selected:
 

@@ -18,6 +18,25 @@ ODD = array(RNG.normal(size=(2, 200, 240)), jnp.bfloat16)
 WIDE = array(RNG.normal(size=(2, 2, 256, 128)), jnp.float32)
 SEGMENTS = array(np.sort(RNG.integers(0, 4, (2, 256)), axis=1), jnp.int32)
 FLAGS = array(RNG.normal(size=(256, 256)) > 0)
+FACTORS = array([0.7, 0.3], jnp.float32)
+
+
+def _large_biases() -> np.ndarray:
+    """[queries, keys], float32: rows of 16 kinds, beside one another in each tile."""
+    rng, keys, lowest = np.random.default_rng(8), np.arange(256), float(np.finfo(np.float32).min)
+    late, noise = keys >= 128, rng.normal(size=(256, 256))
+    rows = np.zeros((256, 256))
+    kinds: list[typing.Any] = [
+        0.0, -1e10, np.where(late, 0.0, -1e10), np.where(late, -1e10, 0.0), lowest, np.where(late, 0.0, lowest),
+        np.where(late, -np.inf, noise), -np.inf, 2.0**16 + noise, -(2.0**16) - noise, 1e6 * (1 + (keys == 5)), -1e6 + 4 * noise,
+        np.where(keys < 9, 1.5e8, 1.5e8 - 16), keys * 6e5, -1.6e8 + keys * 6e5, np.where(late, 2.0**27 + 16, 2.0**27),
+    ]  # fmt: skip
+    for n, kind in enumerate(kinds):
+        rows[n::16] = np.broadcast_to(kind, (256, 256))[n::16]
+    return rows.astype(np.float32)
+
+
+LARGE = array(_large_biases())
 
 FORWARD: dict[str, dict[str, typing.Any]] = {
     "full": {},
@@ -54,6 +73,14 @@ FORWARD: dict[str, dict[str, typing.Any]] = {
     },
     "two pair biases, blocks of 64": {
         "score": lambda s, b, h, q, k: s + PAIR[h, q, k].astype(jnp.float32) * PAIR[1 - h, q, k], "block": (64, 64), "mask": causal,
+    },
+    "large scores beside moderate ones": {"score": lambda s, b, h, q, k: s + LARGE[q, k]},
+    "large products, odd, float16": {
+        "score": lambda s, b, h, q, k: (s + LARGE[q, k]) * FACTORS[h], "q_len": 200, "kv_len": 237, "dtype": "float16",
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
+    "large scores, sinks, largest scores": {
+        "score": lambda s, b, h, q, k: s + LARGE[q, k], "mask": causal, "sinks": True, "max_scores": True,
     },
     "soft cap": {"score": lambda s, b, h, q, k: 5.0 * jnp.tanh(s / 5.0)},
     "soft cap that needs no maximum": {

@@ -264,8 +264,8 @@ class QueryRows(typing.Generic[AnyTile]):
             base = joint
         dead = total == f32(0)
         divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
-        if shrink is not None:
-            divisor = divisor * shrink
+        for factor in (shrink, softmax.unit(state)):  # `out` is not relative to `base`
+            divisor = divisor if factor is None else divisor * factor
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
         rows = (b, h, pl.ds(q_start, tile.rows))
 

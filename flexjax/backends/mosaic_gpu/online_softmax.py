@@ -18,9 +18,9 @@ The softmax lies between two WGMMAs of its warpgroup, so the order of its instru
   rescaled. Probabilities up to 2^RESCALE_THRESHOLD cost no precision.
 
 With a static reference (static_reference.py) there is no maximum at all. Where scores may be too large to scale
-before the maximum is subtracted (`large_scores`, analysis/large_scores.py), references are scores, and the difference
-is taken before it is scaled. The *unit of references* is therefore a score times log2(e), or a score with large
-scores.
+before the maximum is subtracted (`large_scores`, analysis/large_scores.py), references are scores. The difference is then
+taken before it is scaled, or one FMA does both by the scale of the row (`row_scaled`, row_scales.py). The *unit of
+references* is therefore a score times log2(e), or a score with large scores.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends import tile_math
-from flexjax.backends.mosaic_gpu import exponential, registers, thread_tiles
+from flexjax.backends.mosaic_gpu import exponential, registers, row_scales, thread_tiles
 from flexjax.backends.mosaic_gpu.static_reference import LN2, LOG2E
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir.program import Program
@@ -48,7 +48,8 @@ class State(typing.NamedTuple):
     """The softmax between two tiles, both [rows] float32.
 
     base    the reference of each row, in the unit of references
-    total   sum of the exponentials relative to `base`; each thread has the sum over its own columns
+    total   sum of the exponentials relative to `base`, with `row_scaled` relative to the scale of `base` (row_scales.py); each thread has
+            the sum over its own columns
     """
 
     base: jax.Array
@@ -58,7 +59,7 @@ class State(typing.NamedTuple):
 class Rescale(typing.NamedTuple):
     """By how much a tile changes the reference, for the sums and products of the tiles before.
 
-    factor   [rows] float32: 2^(reference before - reference now)
+    factor   [rows] float32: 2^(reference before - reference now), what exponentials of the tiles before are multiplied by
     needed   int32 scalar: 0 where every factor of this warp is known to be 1, so that the product can be skipped, else 1
     """
 
@@ -80,6 +81,8 @@ class OnlineSoftmax:
     program        the score program, None for the identity
     whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its weights to those
                    of this pass (tile_math.py)
+    row_scaled     exponents of large scores are one FMA each, of the scale of their row (row_scales.py). Only with `large_scores`, and not
+                   with `whole_powers`: the backward pass rounds the difference of score and reference before it is scaled
     """
 
     shape: tuple[int, int]
@@ -90,6 +93,7 @@ class OnlineSoftmax:
     large_scores: bool = False
     program: Program | None = None
     whole_powers: bool = False
+    row_scaled: bool = False
 
     def _row_vector(self, value: float) -> jax.Array:
         """The row vector, [rows] float32, whose elements are all `value`."""
@@ -165,13 +169,16 @@ class OnlineSoftmax:
                 column terms) already added
         state   before the tile
 
-        Only the difference of a score and the reference is scaled by log2(e).
+        With `row_scaled` the exponents are relative to the `row_scale` of the reference. Otherwise only the difference of a score and
+        the reference is scaled by log2(e).
         """
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
-        x = tile_math.large_distance(self.program, tile, registers.broadcast_vector(base, "row", self.shape)) * f32(
-            LOG2E
-        )
+        if self.row_scaled:
+            x = row_scales.exponent(tile, row_scales.row_scale(base), self.interpret)
+        else:
+            spread = registers.broadcast_vector(base, "row", self.shape)
+            x = tile_math.large_distance(self.program, tile, spread) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
@@ -192,8 +199,9 @@ class OnlineSoftmax:
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
+            kind = "whole" if self.whole_powers else "row scaled" if self.row_scaled else "any"
             top, factor, needed = thread_tiles.follow_maximum(
-                largest, log2_factor, offset, base, threshold, self.interpret, power, self.whole_powers
+                largest, log2_factor, offset, base, threshold, self.interpret, power, kind
             )
             return top, Rescale(factor, needed)
         top = largest.max(axis=1) * log2_factor
@@ -202,7 +210,8 @@ class OnlineSoftmax:
         if self.whole_powers:
             top = thread_tiles.whole_power(top, LOG2E if self.large_scores else 1.0)
         top = jnp.maximum(top, base)
-        return top, Rescale(self.power(base - top), jnp.int32(1))
+        factor = row_scales.rescaling(base, top, self.interpret) if self.row_scaled else self.power(base - top)
+        return top, Rescale(factor, jnp.int32(1))
 
     def _row_plus_slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
         """The narrow tile [rows, PERIOD] of row[r] + column_slope * log2(e) * c at row r and column c.
@@ -267,14 +276,27 @@ class OnlineSoftmax:
         The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
         -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A
         finite `row_term` leaves the sum as it is.
+
+        The sum is relative to the reference, so that with `row_scaled` it is not the sum of the exponentials of the tiles but that times
+        `unit`.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
+        unit = self.unit(state)
+        total = total if unit is None else total * unit
         if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on
             off = (row_term == f32(-math.inf)) | (total == f32(0))
             total = jnp.where(off, f32(0), total + f32(0) * row_term)
             top = top + row_term * f32(LOG2E)
             top = top - self._fraction(row_term) if self.whole_powers else top
         return jnp.where(total == f32(0), f32(-math.inf), top), total
+
+    def unit(self, state: State) -> jax.Array | None:
+        """What the exponentials of each row are multiplied by to be relative to its reference, [rows]; None, which stands for 1, without
+        `row_scaled`.
+
+        state   after the last tile
+        """
+        return jnp.exp2(-row_scales.excess(state.base, self.interpret)) if self.row_scaled else None
 
     def to_reference(self, score: jax.Array) -> jax.Array:
         """A score in the unit of references: times log2(e), or itself with large scores."""

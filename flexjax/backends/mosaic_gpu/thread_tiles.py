@@ -32,6 +32,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
 from flexjax.backends import tile_math
+from flexjax.backends.mosaic_gpu import row_scales
 from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     SCALAR_INT,
@@ -53,6 +54,7 @@ from flexjax.backends.mosaic_gpu.registers import (
     positions_of,
 )
 
+References = typing.Literal["any", "whole", "row scaled"]
 PERIOD = 8
 """Columns after which the columns that a thread holds repeat; a narrow tile has as many."""
 LANE_DISTANCES = (1, 2)
@@ -341,7 +343,7 @@ def follow_maximum(
     threshold: float,
     interpret: bool,
     powers_of_two: float = 1.0,
-    whole: bool = False,
+    kind: References = "any",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference
     before by more than the threshold, else unchanged.
@@ -352,17 +354,22 @@ def follow_maximum(
     base            [rows] float32, the reference before
     threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
-    whole           a reference that rises becomes `whole_power` of the maximum
+    kind            what references are. "whole": one that rises becomes `whole_power` of the maximum. "row scaled": they are scores, and
+                    exponentials are relative to the `row_scale` of their row (row_scales.py)
 
     Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the
     reference is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes
-    exchange maxima only in such warps.
+    exchange maxima only in such warps. Where rows are scaled, the factor takes the excesses of both references into account, and the
+    difference of maximum and reference, which is exact where it is small, is compared with the threshold: a float32 may not hold
+    reference + threshold.
     """
-    rows = base.shape[0]
+    rows, whole, row_scaled = base.shape[0], kind == "whole", kind == "row scaled"
     if interpret:
         top = maximum.max(axis=1) * factor + (np.float32(0) if offset is None else offset)
-        above_base = top > base + np.float32(threshold)
+        above_base = top - base > np.float32(threshold) if row_scaled else top > base + np.float32(threshold)
         top = jnp.where(above_base, whole_power(top, powers_of_two) if whole else top, base)
+        if row_scaled:
+            return top, row_scales.rescaling(base, top, interpret), jnp.int32(1)
         return top, jnp.exp2((base - top) * np.float32(powers_of_two)), jnp.int32(1)
 
     def follow(
@@ -390,6 +397,9 @@ def follow_maximum(
             """Whether `value`, a maximum in the unit of references, exceeds the reference of row `row` by more than
             the threshold: an i1.
             """
+            if row_scaled:
+                distance = arith.subf(value, known[row])
+                return arith.cmpf(arith.CmpFPredicate.OGT, distance, mgpu.c(threshold, f32))
             return arith.cmpf(arith.CmpFPredicate.OGT, value, arith.addf(known[row], mgpu.c(threshold, f32)))
 
         def raised(value: ir.Value) -> ir.Value:
@@ -401,6 +411,14 @@ def follow_maximum(
             small = arith.cmpf(arith.CmpFPredicate.OLT, mlir_math.absf(value), mgpu.c(tile_math.MAX_WHOLE, f32))
             return arith.select(small, up, value)
 
+        def power(before: ir.Value, now: ir.Value) -> ir.Value:
+            """The power of two by which the reference falls short of `now`, the one after the tile, where it was `before`; an f32."""
+            if row_scaled:
+                scales = row_scales.row_scale_of(now), row_scales.row_scale_of(before)
+                return arith.subf(*(row_scales.exponent_of(before, scale) for scale in scales))
+            below = arith.subf(before, now)
+            return below if powers_of_two == 1.0 else arith.mulf(below, mgpu.c(powers_of_two, f32))
+
         anyone = _any_lane(functools.reduce(arith.ori, (above(row, value) for row, value in scaled.items())))
         branch = scf.IfOp(anyone, [f32] * (2 * len(known)), has_else=True)
         with ir.InsertionPoint(branch.then_block):
@@ -409,12 +427,7 @@ def follow_maximum(
                 for distance in LANE_DISTANCES:
                     value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
                 tops.append(arith.select(above(row, value), raised(value) if whole else value, known[row]))
-                below = arith.subf(known[row], tops[-1])
-                shrinks.append(
-                    exp2_by_instruction(
-                        below if powers_of_two == 1.0 else arith.mulf(below, mgpu.c(powers_of_two, f32))
-                    )
-                )
+                shrinks.append(exp2_by_instruction(power(known[row], tops[-1])))
             scf.yield_([*tops, *shrinks])
         assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):

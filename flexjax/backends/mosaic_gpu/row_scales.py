@@ -1,0 +1,131 @@
+"""The scale of a row of scores that may be large: one FMA scales a score to base 2 and subtracts the softmax reference.
+
+    x = a s - h      h = a m, rounded to float32      p = 2^x
+
+m is the reference of the row, a score. The factor a is log2(e) where |m| <= MODERATE. An FMA rounds once, so x is a s - h up to one
+rounding of the difference, however large s and h are. Rounding h moves all exponents of the row by the same number,
+
+    excess = a m - h      at most 8, and exact as an FMA of m itself
+
+so exponentials are relative to 2^h, not to e^m. Whoever compares references adds the excess: a sum relative to the reference m is
+multiplied by 2^((a' m - h') - (a m - h)) where m' becomes the reference, and by 2^-excess where e^m is to be the unit.
+
+Beyond MODERATE the excess would be larger than exponents may be. There the factor is a power of two and the excess 0: scores are
+multiples of 16, so that a score below m has weight 2^-32 or less in place of e^-16 or less. From HUGE on the factor is 1, because 2 m
+may overflow.
+
+A kernel must not leave the FMA to the compiler: a product that is rounded before the subtraction is off by up to 8. The simulator
+computes it from products of 12 bits, which are exact.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import math as mlir_math
+
+from flexjax.backends.mosaic_gpu.kernel_parts import inline_mgpu
+from flexjax.backends.mosaic_gpu.registers import ROW, TILE, Item, assemble, element, lowered, positions_of
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+
+MODERATE = 2.0**27
+"""Largest magnitude of a reference whose row is scaled by log2(e)."""
+HUGE = 2.0**100
+"""From this magnitude of a reference on, the factor of its row is 1."""
+UPPER_BITS = ~0xFFF
+"""The sign, the exponent and the upper 12 bits of the significand of a float32."""
+
+
+class RowScale(typing.NamedTuple):
+    """Factor a and shift h of each row, [rows] float32; inside `inline_mgpu` those of one row, f32."""
+
+    factor: typing.Any
+    shift: typing.Any
+
+
+def row_scale(reference: jax.Array) -> RowScale:
+    """The scale of each row from its reference, [rows] float32, a score. The same reference always gives the same scale."""
+    size = jnp.abs(reference)
+    large = jnp.where(size < np.float32(HUGE), np.float32(2), np.float32(1))
+    factor = jnp.where(size <= np.float32(MODERATE), np.float32(LOG2E), large)
+    return RowScale(factor, reference * factor)
+
+
+def row_scale_of(reference: ir.Value) -> RowScale:
+    """`row_scale` of one row inside `inline_mgpu`, where `reference` is an f32."""
+    number = lambda value: mgpu.c(value, reference.type)
+    size = mlir_math.absf(reference)
+    large = arith.select(arith.cmpf(arith.CmpFPredicate.OLT, size, number(HUGE)), number(2.0), number(1.0))
+    moderate = arith.cmpf(arith.CmpFPredicate.OLE, size, number(MODERATE))
+    factor = arith.select(moderate, number(LOG2E), large)
+    return RowScale(factor, arith.mulf(reference, factor))
+
+
+def exponent(scores: jax.Array, scale: RowScale, interpret: bool) -> jax.Array:
+    """a s - h by one FMA an element, in the shape of the scores.
+
+    scores   float32, a tile [rows, columns] or a row vector [rows]
+    scale    of these rows
+    """
+    if interpret:
+        factor, shift = (x.reshape(x.shape + (1,) * (scores.ndim - 1)) for x in scale)
+        return _fused(scores, factor, shift)
+    layout = TILE if scores.ndim == 2 else ROW
+
+    @inline_mgpu(layout, ROW, ROW, returns=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=layout))
+    def scaled(values: mgpu.FragmentedArray, *rows: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of a s - h.
+
+        values   registers of the scores
+        rows     registers of the factors and of the shifts
+        """
+        positions = positions_of(lowered(ROW), scores.shape[:1]).constants
+        of = {at[0]: [element(vector.registers[register], item) for vector in rows] for register, item, at in positions}
+        of = {row: RowScale(factor, arith.negf(shift)) for row, (factor, shift) in of.items()}
+
+        def items() -> typing.Iterator[Item]:
+            """Yields, for each score that the thread holds, (its register, its index in the register, a s - h)."""
+            for register, item, at in positions_of(lowered(layout), scores.shape).constants:
+                scale = of[at[0]]
+                value = element(values.registers[register], item)
+                yield register, item, mlir_math.fma(value, scale.factor, scale.shift)
+
+        return assemble(lowered(layout), scores.shape, items(), None)
+
+    return scaled(scores, *scale)
+
+
+def exponent_of(score: ir.Value, scale: RowScale) -> ir.Value:
+    """a s - h of one score inside `inline_mgpu`, where `score` is an f32 and `scale` that of its row."""
+    return mlir_math.fma(score, scale.factor, arith.negf(scale.shift))
+
+
+def excess(reference: jax.Array, interpret: bool) -> jax.Array:
+    """a m - h of each row, [rows], from its reference, [rows] float32; NaN for an infinite one."""
+    return exponent(reference, row_scale(reference), interpret)
+
+
+def rescaling(before: jax.Array, now: jax.Array, interpret: bool) -> jax.Array:
+    """The factor of sums relative to the reference `before`, [rows], where `now`, [rows], becomes the reference; 1 where they are equal
+    and finite.
+    """
+    return jnp.exp2(exponent(before, row_scale(now), interpret) - excess(before, interpret))
+
+
+def _fused(s: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:
+    """s * factor - shift with the rounding of an FMA, up to the last bit, in jax.numpy: the four products of the halves of both
+    significands are exact, and so is the difference of the largest and the shift where these are close.
+    """
+    upper = lambda x: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, jnp.int32) & np.int32(UPPER_BITS), jnp.float32
+    )
+    s_high, factor_high = upper(s), upper(factor)
+    s_low, factor_low = s - s_high, factor - factor_high
+    x = s_high * factor_high - shift + s_high * factor_low + s_low * factor_high + s_low * factor_low
+    return jnp.where(jnp.isfinite(s), x, s * factor - shift)
