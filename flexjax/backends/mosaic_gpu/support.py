@@ -361,7 +361,9 @@ class MosaicGpu:
             from flexjax.backends.mosaic_gpu import forward_pages
 
             key_pages = forward_pages.key_pages(plan, operands, "tma" if card is None else card.copying)
-        plan, operands = _for_kernels(plan, plan.on_host(operands), in_pages)
+        from flexjax.backends.mosaic_gpu import wide_captures
+
+        plan, operands = wide_captures.wide_forward(*_for_kernels(plan, plan.on_host(operands), in_pages))
         if card is None:
             from flexjax.backends.mosaic_gpu import forward_sm90
 
@@ -391,15 +393,18 @@ class MosaicGpu:
                 d_out=where_exists(given.d_out, query, plan),
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
+        from flexjax.backends.mosaic_gpu import wide_captures
+
         plan, operands = _for_kernels(plan, plan.on_host(given.operands), backward=True)
+        plan, given = wide_captures.wide_backward(plan, given._replace(operands=operands))
         card = choose_kernel.mma_card(target, plan.options)
         if card is None:
             from flexjax.backends.mosaic_gpu import backward_sm90
 
-            return backward_sm90.backward(plan, given._replace(operands=operands))
+            return wide_captures.narrowed(backward_sm90.backward(plan, given), operands)
         from flexjax.backends.mosaic_gpu import backward_sm80
 
-        return backward_sm80.backward(plan, given._replace(operands=operands), card)
+        return wide_captures.narrowed(backward_sm80.backward(plan, given, card), operands)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering.py)."""
