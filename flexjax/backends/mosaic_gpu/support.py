@@ -393,18 +393,16 @@ class MosaicGpu:
                 d_out=where_exists(given.d_out, query, plan),
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
-        from flexjax.backends.mosaic_gpu import wide_captures
-
         plan, operands = _for_kernels(plan, plan.on_host(given.operands), backward=True)
-        plan, given = wide_captures.wide_backward(plan, given._replace(operands=operands))
+        given = given._replace(operands=operands)
         card = choose_kernel.mma_card(target, plan.options)
         if card is None:
             from flexjax.backends.mosaic_gpu import backward_sm90
 
-            return wide_captures.narrowed(backward_sm90.backward(plan, given), operands)
+            return backward_sm90.backward(plan, given)
         from flexjax.backends.mosaic_gpu import backward_sm80
 
-        return wide_captures.narrowed(backward_sm80.backward(plan, given, card), operands)
+        return backward_sm80.backward(plan, given, card)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering.py)."""
