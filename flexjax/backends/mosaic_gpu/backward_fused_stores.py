@@ -1,17 +1,20 @@
-"""How the fused backward kernel writes a tile from the registers of WGMMA to shared memory, where the compiler would move registers first.
+"""How the fused backward kernel writes a tile from the registers of WGMMA to shared memory, where the compiler would move registers first, and
+how it zeroes rows of a tile.
 
 A thread holds four registers of each 16 columns of a 16-bit tile, in the order of an operand of WGMMA: rows 0 to 7 and 8 to 15 of the
 warp's 16 rows for the first 8 columns, then for the last 8. They are written with one instruction, as they are.
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, lowered, positions_of
 from flexjax.backends.mosaic_gpu.sm80_products import swizzled
 
@@ -65,6 +68,37 @@ def write_operand(tile: jax.Array, target: Ref, interpret: bool) -> None:
                 )
 
     store(tile, target)
+
+
+def zero_rows(tile: jax.Array, kept: Scalar, interpret: bool) -> jax.Array:
+    """The tile with zeros from row number `kept` on: one select for each register, which is of one row.
+
+    tile   [ROWS, columns] of a 16-bit dtype, in the layout of a left operand of WGMMA
+    kept   may be more than ROWS, or negative
+    """
+    if interpret:
+        index = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+        return jnp.where(index < kept, tile, jnp.zeros((), tile.dtype))
+
+    @inline_mgpu(TILE, SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
+    def select(array: mgpu.FragmentedArray, kept: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the result."""
+        i32 = ir.IntegerType.get_signless(32)
+        positions = positions_of(lowered(TILE), tile.shape)
+        left = arith.subi(scalar_of(kept), positions.lane[0])
+        inside = {
+            n: arith.cmpi(arith.CmpIPredicate.sgt, left, mgpu.c(n, i32))
+            for n in {at[0] for _, _, at in positions.constants}
+        }
+        registers = np.empty_like(array.registers)
+        for register, item, at in positions.constants:
+            if item == 0:
+                held = array.registers[register]
+                bits = arith.select(inside[at[0]], mgpu_utils.bitcast(held, i32), mgpu.c(0, i32))
+                registers[register] = mgpu_utils.bitcast(bits, held.type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return select(tile, kept)
 
 
 def _by_position(array: mgpu.FragmentedArray, shape: tuple[int, ...]) -> dict[tuple[int, ...], ir.Value]:

@@ -50,7 +50,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq, spread_shape, sum_shares
 from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
-from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand
+from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand, zero_rows
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import OwnKeys, QueryVisits, query_visits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
@@ -457,13 +457,14 @@ class _ComputingWarpgroup:
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
         def cotangents(s_acc: Ref, dp_acc: Ref, **rest: typing.Any) -> jax.Array:
-            """dS^T of the visit (`score_cotangents`); the product into s_acc must have been started.
+            """dS^T of the visit, also written to shared memory (`score_cotangents`); the product into s_acc must have been started.
 
             s_acc, dp_acc   accumulators for S^T and dP^T
             rest            `started` and `beside` of `score_cotangents`
             """
             own_v, slots = scratch.value.at[mine], (q_slot, out_slot)
-            return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, own_v, slots, **rest)
+            write = functools.partial(self.write_ds, ds_slot=ds_slot)
+            return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, own_v, slots, write, **rest)
 
         def together(s_acc: Ref, dp_acc: Ref) -> jax.Array:
             """dS^T of the visit where S^T and dP^T start together: sets the accumulator of dP^T to -delta before S^T starts, because the
@@ -516,7 +517,6 @@ class _ComputingWarpgroup:
         else:
             body = together if setup.starts_together else one_by_one
             ds = products.accumulators(body, self.math.shape, self.math.shape)
-        self.write_ds(ds, ds_slot)
         self.publish(scratch.ds_ready)
         products.add(dk_acc, ds, q_now)
         products.wait(0 if late else 1)
@@ -556,22 +556,25 @@ class _ComputingWarpgroup:
         dv_acc: Ref,
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
+        write: Callable[[jax.Array], None],
         started: bool = False,
         beside: Callable[[], None] | None = None,
     ) -> jax.Array:
         """Computes dP^T = V dO^T, once dO has arrived, and from it and S^T dS^T of one visit, [ROWS, queries] in the
-        dtype of the operands; also starts the product for dV.
+        dtype of the operands; also writes it to shared memory and starts the product for dV.
 
         tile             the visited tile, which gives P and dS from its scores
         s_acc            accumulator into which the product S^T is started already
         dp_acc, dv_acc   accumulators for dP^T and dV
         own_v            this warpgroup's values in shared memory
         slots            (slot of Q and its statistics, slot of dO)
+        write            writes dS^T to shared memory; the caller fences it
         started          whether dp_acc is -delta already; otherwise it is 0
-        beside           called once the product for dP^T is started
+        beside           called while the product for dP^T is in flight. It fences, and a fence waits for the stores before it; so in any order
+                         it comes after P^T, in a fixed order at once, because other CTAs wait for what it hands over
 
-        With tiles of 128 queries, whose registers are scarce, lse2 is read after S^T and the product for dV starts
-        after dS^T; otherwise both come earlier. The product for dV is in flight at the return.
+        With tiles of 128 queries, whose registers are scarce, lse2 is read after S^T, and the product for dV starts after dS^T is computed
+        (`FusedSetup.writes_ds_first`: after it is written); otherwise both come earlier. The product for dV is in flight at the return.
         """
         setup, scratch, math, products = self.setup, self.scratch, self.math, self.products
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
@@ -585,19 +588,29 @@ class _ComputingWarpgroup:
             delta = math.broadcast(rings.statistic(1, q_slot), "q")
         plgpu.barrier_wait(scratch.out_full.at[out_slot])
         products.add(dp_acc, own_v, out_now, b_t=True)
-        if beside is not None:
+        if beside is not None and setup.order is not None:
             beside()
         lse2 = None if large_tile else rings.statistic(0, q_slot)
         s = products.read(s_acc, 1)
         found = tile.probabilities(s, rings.statistic(0, q_slot) if lse2 is None else lse2)
         weights, factor = found.weights().astype(dtype), found.factor()
+        if beside is not None and setup.order is None:
+            beside()
         add_to_dv = lambda: products.add(dv_acc, weights, out_now)
         if not large_tile:
             add_to_dv()
         dp = products.read(dp_acc, 0 if large_tile else 1)
         ds = found.cotangent(factor, dp, delta).astype(dtype)
-        if large_tile:
-            add_to_dv()
+        kept = math.kept_rows(tile.rows.row0)
+        if kept is not None:  # dQ is a sum over the rows
+            ds = zero_rows(ds, kept, setup.simulated)
+        if not setup.writes_ds_first:
+            if large_tile:
+                add_to_dv()
+            write(ds)
+            return ds
+        write(ds)
+        add_to_dv()
         return ds
 
     def start_of_dp(self, q_slot: Scalar) -> jax.Array:

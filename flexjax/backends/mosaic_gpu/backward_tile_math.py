@@ -95,6 +95,13 @@ class TileMath:
         queries, keys = self.visited_together
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
+    def kept_rows(self, row0: Scalar) -> Scalar | None:
+        """How many rows of the tile whose first row is key number `row0` are keys, at most; None where all rows of all tiles are. Only where
+        rows are keys.
+        """
+        assert self.row_axis == "kv"
+        return None if self.plan.kv_len % self.visited_together[1] == 0 else jnp.int32(self.plan.kv_len) - row0
+
     @property
     def starts_at_minus_delta(self) -> bool:
         """Whether the accumulator of dP starts from -delta instead of 0, which saves the subtraction and its registers.
@@ -365,15 +372,17 @@ class ColumnMath:
         return cond(self.masked, lambda p: jnp.where(mask.tile_at_columns(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
-        """p, in the shape of the tile, with zeros past the last key, and, if there is a score_mod, past the last query
-        too, because the score_mod may have made NaN of lse2 = inf there.
+        """p, in the shape of the tile, with zeros past the last key where rows are queries, and, if there is a score_mod, past the last
+        query too, because the score_mod may have made NaN of lse2 = inf there.
 
         Nothing is done along an axis whose length is a multiple of the visited tiles and mask blocks; along others a
-        branch in the kernel zeroes only tiles that reach past the end.
+        branch in the kernel zeroes only tiles that reach past the end. Where rows are keys, those past the last one are numbers that mean
+        nothing, infinite ones and NaN among them: they reach only the same rows of dK and dV, which are not kept, and a kernel that
+        makes dQ of them zeroes dS (`kept_rows`).
         """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together
-        ends = [("kv", plan.kv_len, keys)]
+        ends = [("kv", plan.kv_len, keys)] if math.row_axis == "q" else []
         if self.score is not None:
             ends.append(("q", plan.q_len, queries))
         for axis, end, together in ends:

@@ -77,13 +77,13 @@ def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
     tiles   sizes of the fused kernel
 
     A fixed order is faster where `ordered_dq_is_fast`, because the first addition to a dQ tile is a store, so that memory need not be
-    zeroed first. Any order is faster where all of these hold: a causal-like mask, LONG_CAUSAL keys or more, a key head for each query head
-    (after `spread`), and a downward order. Then CTAs stay close together without waiting, and a fixed order costs 5% in the median.
+    zeroed first. Any order is faster where all of these hold: a causal-like mask, LONG_CAUSAL keys or more, and a key head for each query
+    head (after `spread`). Then CTAs stay close together without waiting, and a fixed order costs 5% in the median.
     """
     if plan.options.deterministic:
         return True
     long_causal = plan.group == 1 and dq_order.is_triangle(plan) and plan.kv_len >= LONG_CAUSAL
-    return not (long_causal and _dq_order(plan, tiles).downward) and ordered_dq_is_fast(plan, tiles)
+    return not long_causal and ordered_dq_is_fast(plan, tiles)
 
 
 def _dq_order(plan: KernelPlan, tiles: FusedTiles) -> dq_order.DqOrder:

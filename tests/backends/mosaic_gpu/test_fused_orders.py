@@ -5,10 +5,12 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks
+from tests.arrays import array
 from tests.cases.on_hopper import backward_problem, benched, causal
 from tests.marks import some_slow
 
@@ -172,3 +174,21 @@ def test_grouped_heads_as_on_xla(name: str, shares: int, monkeypatch: pytest.Mon
     for found, expected in zip(gradients("mosaic_gpu", True), gradients("xla", False), strict=True):
         found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
         assert jnp.linalg.norm(found - expected) <= 6e-3 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("dim", "queries"), [(64, 128), (64, 64), (128, 64)])
+@ENOUGH_THREADS
+def test_rows_past_the_last_key_do_not_reach_dq(dim: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All scores of this call are about -400, so that the exponential of a row of zeros, relative to lse, is infinite."""
+    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
+    options = KernelOptions(interpret=True, block_q_bwd=queries)
+    shape, rng = (1, 200, 2, dim), np.random.default_rng(0)
+    noise = lambda: rng.normal(size=shape)
+    given = -400 / dim**0.5 + 0.3 * noise(), 1 + 0.3 * noise(), noise(), noise()
+    q, k, v, d_out = (array(x, jnp.float32).astype(jnp.bfloat16) for x in given)
+    attend = lambda *a: flexjax.flex_attention(*a, implementation="mosaic_gpu", kernel_options=options)
+    _, pull = jax.vjp(attend, q, k, v)
+    reference = lambda *a: jax.nn.dot_product_attention(*a, implementation="xla")
+    _, expected = jax.vjp(reference, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for got, want in zip(pull(d_out), expected(d_out.astype(jnp.float32)), strict=True):
+        assert float(jnp.linalg.norm(got.astype(jnp.float32) - want)) <= 0.1 * float(jnp.linalg.norm(want))
