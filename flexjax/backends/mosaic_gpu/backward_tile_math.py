@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.analysis.bounds import finite_results
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
+from flexjax.backends.mosaic_gpu import row_scales
 from flexjax.backends.mosaic_gpu.backward_probabilities import Probabilities, WeightReference, weight_reference
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
 from flexjax.backends.mosaic_gpu.branch import cond
@@ -304,6 +305,9 @@ class ColumnMath:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.broadcast(lse2, "q")), ()
         if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
+            if math.rounds_weights:  # by the operations of the forward kernel
+                scale = row_scales.row_scale(lse2, True)
+                return jnp.exp2(row_scales.exponent(score, scale, plan.options.interpret)), rest
             return jnp.exp2(tile_math.large_distance(plan.score, score, math.broadcast(lse2, "q")) * LOG2E), rest
         score, factor, narrow_factor, row_term, offset, column_slope, rest = self.score.scaled_tile(
             s, plan.scale, keep_column_slope=True

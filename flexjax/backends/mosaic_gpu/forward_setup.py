@@ -100,7 +100,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
             large_scores=self.large_scores,
             program=self.plan.score,
             whole_powers=self.plan.rounds_weights_alike,
-            row_scaled=self.large_scores and not self.plan.rounds_weights_alike,
+            row_scaled=self.large_scores,
         )
 
     @property

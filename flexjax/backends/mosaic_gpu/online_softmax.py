@@ -81,8 +81,7 @@ class OnlineSoftmax:
     program        the score program, None for the identity
     whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its weights to those
                    of this pass (tile_math.py)
-    row_scaled     exponents of large scores are one FMA each, of the scale of their row (row_scales.py). Only with `large_scores`, and not
-                   with `whole_powers`: the backward pass rounds the difference of score and reference before it is scaled
+    row_scaled     exponents of large scores are one FMA each, of the scale of their row (row_scales.py). Only with `large_scores`
     """
 
     shape: tuple[int, int]
@@ -175,7 +174,7 @@ class OnlineSoftmax:
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
         if self.row_scaled:
-            x = row_scales.exponent(tile, row_scales.row_scale(base), self.interpret)
+            x = row_scales.exponent(tile, row_scales.row_scale(base, self.whole_powers), self.interpret)
         else:
             spread = registers.broadcast_vector(base, "row", self.shape)
             x = tile_math.large_distance(self.program, tile, spread) * f32(LOG2E)
@@ -199,7 +198,13 @@ class OnlineSoftmax:
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
-            kind = "whole" if self.whole_powers else "row scaled" if self.row_scaled else "any"
+            kinds: dict[tuple[bool, bool], thread_tiles.References] = {
+                (False, False): "any",
+                (True, False): "whole",
+                (False, True): "row scaled",
+                (True, True): "whole, row scaled",
+            }
+            kind = kinds[self.whole_powers, self.row_scaled]
             top, factor, needed = thread_tiles.follow_maximum(
                 largest, log2_factor, offset, base, threshold, self.interpret, power, kind
             )
@@ -210,7 +215,8 @@ class OnlineSoftmax:
         if self.whole_powers:
             top = thread_tiles.whole_power(top, LOG2E if self.large_scores else 1.0)
         top = jnp.maximum(top, base)
-        factor = row_scales.rescaling(base, top, self.interpret) if self.row_scaled else self.power(base - top)
+        whole = self.whole_powers
+        factor = row_scales.rescaling(base, top, self.interpret, whole) if self.row_scaled else self.power(base - top)
         return top, Rescale(factor, jnp.int32(1))
 
     def _row_plus_slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
@@ -296,7 +302,9 @@ class OnlineSoftmax:
 
         state   after the last tile
         """
-        return jnp.exp2(-row_scales.excess(state.base, self.interpret)) if self.row_scaled else None
+        if not self.row_scaled:
+            return None
+        return jnp.exp2(-row_scales.excess(state.base, self.interpret, self.whole_powers))
 
     def to_reference(self, score: jax.Array) -> jax.Array:
         """A score in the unit of references: times log2(e), or itself with large scores."""

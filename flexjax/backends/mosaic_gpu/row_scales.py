@@ -14,6 +14,9 @@ Beyond MODERATE the excess would be larger than exponents may be. There the fact
 multiples of 16, so that a score below m has weight 2^-32 or less in place of e^-16 or less. From HUGE on the factor is 1, because 2 m
 may overflow.
 
+Where both passes round weights alike, references are multiples of ln 2 (`whole`). Then h is the integer next to a m, so that exponents
+relative to two references differ by an integer.
+
 A kernel must not leave the FMA to the compiler: a product that is rounded before the subtraction is off by up to 8. The simulator
 computes it from products of 12 bits, which are exact.
 """
@@ -33,6 +36,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 from flexjax.backends.mosaic_gpu.kernel_parts import inline_mgpu
 from flexjax.backends.mosaic_gpu.registers import ROW, TILE, Item, assemble, element, lowered, positions_of
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.tile_math import MAX_WHOLE
 
 MODERATE = 2.0**27
 """Largest magnitude of a reference whose row is scaled by log2(e)."""
@@ -49,22 +53,36 @@ class RowScale(typing.NamedTuple):
     shift: typing.Any
 
 
-def row_scale(reference: jax.Array) -> RowScale:
-    """The scale of each row from its reference, [rows] float32, a score. The same reference always gives the same scale."""
+def row_scale(reference: jax.Array, whole: bool = False) -> RowScale:
+    """The scale of each row from its reference, [rows] float32, a score. The same reference always gives the same scale.
+
+    whole   references of a magnitude below tile_math.MAX_WHOLE are multiples of ln 2, and their shifts integers
+    """
     size = jnp.abs(reference)
     large = jnp.where(size < np.float32(HUGE), np.float32(2), np.float32(1))
     factor = jnp.where(size <= np.float32(MODERATE), np.float32(LOG2E), large)
-    return RowScale(factor, reference * factor)
+    shift = reference * factor
+    if whole:
+        below = shift - np.float32(0.5)
+        integer = below.astype(jnp.int32).astype(jnp.float32)
+        integer = jnp.where(integer < below, integer + np.float32(1), integer)
+        shift = jnp.where(size < np.float32(MAX_WHOLE), integer, shift)
+    return RowScale(factor, shift)
 
 
-def row_scale_of(reference: ir.Value) -> RowScale:
+def row_scale_of(reference: ir.Value, whole: bool = False) -> RowScale:
     """`row_scale` of one row inside `inline_mgpu`, where `reference` is an f32."""
     number = lambda value: mgpu.c(value, reference.type)
     size = mlir_math.absf(reference)
     large = arith.select(arith.cmpf(arith.CmpFPredicate.OLT, size, number(HUGE)), number(2.0), number(1.0))
     moderate = arith.cmpf(arith.CmpFPredicate.OLE, size, number(MODERATE))
     factor = arith.select(moderate, number(LOG2E), large)
-    return RowScale(factor, arith.mulf(reference, factor))
+    shift = arith.mulf(reference, factor)
+    if whole:
+        integer = mlir_math.ceil(arith.subf(shift, number(0.5)))
+        small = arith.cmpf(arith.CmpFPredicate.OLT, size, number(MAX_WHOLE))
+        shift = arith.select(small, integer, shift)
+    return RowScale(factor, shift)
 
 
 def exponent(scores: jax.Array, scale: RowScale, interpret: bool) -> jax.Array:
@@ -106,16 +124,21 @@ def exponent_of(score: ir.Value, scale: RowScale) -> ir.Value:
     return mlir_math.fma(score, scale.factor, arith.negf(scale.shift))
 
 
-def excess(reference: jax.Array, interpret: bool) -> jax.Array:
-    """a m - h of each row, [rows], from its reference, [rows] float32; NaN for an infinite one."""
-    return exponent(reference, row_scale(reference), interpret)
+def excess(reference: jax.Array, interpret: bool, whole: bool = False) -> jax.Array:
+    """a m - h of each row, [rows], from its reference, [rows] float32; NaN for an infinite one.
+
+    whole   of `row_scale`
+    """
+    return exponent(reference, row_scale(reference, whole), interpret)
 
 
-def rescaling(before: jax.Array, now: jax.Array, interpret: bool) -> jax.Array:
+def rescaling(before: jax.Array, now: jax.Array, interpret: bool, whole: bool = False) -> jax.Array:
     """The factor of sums relative to the reference `before`, [rows], where `now`, [rows], becomes the reference; 1 where they are equal
     and finite.
+
+    whole   of `row_scale`
     """
-    return jnp.exp2(exponent(before, row_scale(now), interpret) - excess(before, interpret))
+    return jnp.exp2(exponent(before, row_scale(now, whole), interpret) - excess(before, interpret, whole))
 
 
 def _fused(s: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:

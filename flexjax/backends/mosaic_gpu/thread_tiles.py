@@ -54,7 +54,7 @@ from flexjax.backends.mosaic_gpu.registers import (
     positions_of,
 )
 
-References = typing.Literal["any", "whole", "row scaled"]
+References = typing.Literal["any", "whole", "row scaled", "whole, row scaled"]
 PERIOD = 8
 """Columns after which the columns that a thread holds repeat; a narrow tile has as many."""
 LANE_DISTANCES = (1, 2)
@@ -355,7 +355,7 @@ def follow_maximum(
     threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
     kind            what references are. "whole": one that rises becomes `whole_power` of the maximum. "row scaled": they are scores, and
-                    exponentials are relative to the `row_scale` of their row (row_scales.py)
+                    exponentials are relative to the `row_scale` of their row (row_scales.py). "whole, row scaled": both
 
     Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the
     reference is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes
@@ -363,13 +363,13 @@ def follow_maximum(
     difference of maximum and reference, which is exact where it is small, is compared with the threshold: a float32 may not hold
     reference + threshold.
     """
-    rows, whole, row_scaled = base.shape[0], kind == "whole", kind == "row scaled"
+    rows, whole, row_scaled = base.shape[0], kind.startswith("whole"), kind.endswith("row scaled")
     if interpret:
         top = maximum.max(axis=1) * factor + (np.float32(0) if offset is None else offset)
         above_base = top - base > np.float32(threshold) if row_scaled else top > base + np.float32(threshold)
         top = jnp.where(above_base, whole_power(top, powers_of_two) if whole else top, base)
         if row_scaled:
-            return top, row_scales.rescaling(base, top, interpret), jnp.int32(1)
+            return top, row_scales.rescaling(base, top, interpret, whole), jnp.int32(1)
         return top, jnp.exp2((base - top) * np.float32(powers_of_two)), jnp.int32(1)
 
     def follow(
@@ -414,7 +414,7 @@ def follow_maximum(
         def power(before: ir.Value, now: ir.Value) -> ir.Value:
             """The power of two by which the reference falls short of `now`, the one after the tile, where it was `before`; an f32."""
             if row_scaled:
-                scales = row_scales.row_scale_of(now), row_scales.row_scale_of(before)
+                scales = row_scales.row_scale_of(now, whole), row_scales.row_scale_of(before, whole)
                 return arith.subf(*(row_scales.exponent_of(before, scale) for scale in scales))
             below = arith.subf(before, now)
             return below if powers_of_two == 1.0 else arith.mulf(below, mgpu.c(powers_of_two, f32))

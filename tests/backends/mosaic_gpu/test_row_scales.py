@@ -26,10 +26,12 @@ BASES = (0.0, 5.0, -100.0, 2.0**16, -(2.0**16), 1e6, -1e6, 2.0**26, 2.0**27, -(2
 """Numbers that scores of a tile lie around: on both sides of each limit of row_scales.py, and what masks are made of."""
 
 
-def weights_and_lse(scores: np.ndarray, lazy: bool) -> tuple[np.ndarray, np.ndarray]:
+def weights_and_lse(scores: np.ndarray, lazy: bool, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """What the kernels compute of rows of scores, [rows, TILES * COLUMNS]: probabilities in that shape, and lse [rows]."""
     rows = scores.shape[0]
-    softmax = OnlineSoftmax((rows, COLUMNS), lazy, None, 0, interpret=True, large_scores=True, row_scaled=True)
+    softmax = OnlineSoftmax(
+        (rows, COLUMNS), lazy, None, 0, interpret=True, large_scores=True, row_scaled=True, whole_powers=whole
+    )
     state, out = softmax.start, jnp.zeros(scores.shape, jnp.float32)
     for n in range(TILES):
         of = slice(n * COLUMNS, (n + 1) * COLUMNS)
@@ -54,8 +56,8 @@ def expected(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return p / total[:, None], np.where(dead, -np.inf, np.log(total) + np.where(dead, 0.0, top))
 
 
-def check(scores: np.ndarray, lazy: bool) -> None:
-    got, want = weights_and_lse(scores, lazy), expected(scores)
+def check(scores: np.ndarray, lazy: bool, whole: bool = False) -> None:
+    got, want = weights_and_lse(scores, lazy, whole), expected(scores)
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=4e-6)
     np.testing.assert_allclose(got[1], want[1], rtol=1.2e-7, atol=1e-6)
 
@@ -66,8 +68,11 @@ def check(scores: np.ndarray, lazy: bool) -> None:
     spread=st.sampled_from((0.0, 1.0, 20.0, 3e-7)),
     seed=st.integers(0, 2**31),
     lazy=st.booleans(),
+    whole=st.booleans(),
 )
-def test_rows_of_tiles_around_any_numbers(bases: list[list[float]], spread: float, seed: int, lazy: bool) -> None:
+def test_rows_of_tiles_around_any_numbers(
+    bases: list[list[float]], spread: float, seed: int, lazy: bool, whole: bool
+) -> None:
     """Of every tile of a row its own number, so that references cross each limit in both signs; a spread of 3e-7 is relative: a
     few of the float32 numbers next to one another.
     """
@@ -77,7 +82,7 @@ def test_rows_of_tiles_around_any_numbers(bases: list[list[float]], spread: floa
     with np.errstate(invalid="ignore", over="ignore"):
         moved = around * (1 + noise) if spread == 3e-7 else around + noise
         scores = np.where(np.isfinite(around), np.clip(moved, LOWEST, -LOWEST), around).astype(np.float32)
-    check(scores, lazy)
+    check(scores, lazy, whole)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
