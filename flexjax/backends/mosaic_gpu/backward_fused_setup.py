@@ -72,8 +72,7 @@ class FusedSetup:
         for full and causal-like masks.
 
         A fence waits until the thread's stores have ended, 350 clocks where it follows them; the start of a product takes 120 clocks
-        meanwhile. With tiles of 64 queries that product starts earlier anyway. Elsewhere more registers are spilled: 132 -> 220 bytes with a
-        table, 148 -> 240 for documents.
+        meanwhile. With tiles of 64 queries that product starts earlier anyway. Under masks of documents 240 bytes are spilled in place of 148.
         """
         measured = dq_order.is_full(self.plan) or dq_order.is_triangle(self.plan)
         return self.dq_is_late and self.tiles.dq_by_queries and measured

@@ -570,8 +570,8 @@ class _ComputingWarpgroup:
         slots            (slot of Q and its statistics, slot of dO)
         write            writes dS^T to shared memory; the caller fences it
         started          whether dp_acc is -delta already; otherwise it is 0
-        beside           called while the product for dP^T is in flight. It fences, and a fence waits for the stores before it; so in any order
-                         it comes after P^T, in a fixed order at once, because other CTAs wait for what it hands over
+        beside           called while the product for dP^T is in flight. In any order that is after P^T is computed, because it fences, and
+                         a fence waits for the stores before it. In a fixed order it is at once: other CTAs wait for what it hands over
 
         With tiles of 128 queries, whose registers are scarce, lse2 is read after S^T, and the product for dV starts after dS^T is computed
         (`FusedSetup.writes_ds_first`: after it is written); otherwise both come earlier. The product for dV is in flight at the return.

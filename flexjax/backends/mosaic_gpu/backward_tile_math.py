@@ -380,9 +380,9 @@ class ColumnMath:
         query too, because the score_mod may have made NaN of lse2 = inf there.
 
         Nothing is done along an axis whose length is a multiple of the visited tiles and mask blocks; along others a
-        branch in the kernel zeroes only tiles that reach past the end. Where rows are keys, those past the last one are numbers that mean
-        nothing, infinite ones and NaN among them: they reach only the same rows of dK and dV, which are not kept, and a kernel that
-        makes dQ of them zeroes dS (`kept_rows`).
+        branch in the kernel zeroes only tiles that reach past the end. Where rows are keys, those past the last one are undefined and may be
+        infinite or NaN. They reach only the same rows of dK and dV, which are not kept, and a kernel that makes dQ of them zeroes dS
+        (`kept_rows`).
         """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together

@@ -8,7 +8,8 @@ again. Inside `shortcuts`,
 - register layouts and their shapes are derived once (`layouts_once`).
 
 This only saves time, because MLIR removes the same operations (simplified_module.py): the machine code is the same. The shortcuts
-replace functions of jax that are not public, while this thread lowers a pass. Where a version of jax has changed them, calls
+replace functions of jax that are not public, while one thread lowers a pass (`lowering.LOWERING_LOCK`). Kernels that other threads lower
+meanwhile keep their values; pure functions of layouts keep their results for all threads. Where a version of jax has changed them, calls
 work without, and the log says why (`compile_ahead.attempt`).
 """
 
@@ -26,7 +27,7 @@ if typing.TYPE_CHECKING:
     from jax.extend.mlir import ir
 
 ROOM = "jax.experimental.mosaic.gpu."
-"""The package of jax whose modules are changed."""
+"""The package of jax whose modules are changed, beside two dialects of jaxlib."""
 
 
 @contextlib.contextmanager
@@ -81,11 +82,17 @@ def values_once() -> Iterator[None]:
     core, utils = importlib.import_module(ROOM + "core"), importlib.import_module(ROOM + "utils")
     launch, constant, undefined, thread_idx = core._launch, arith.constant, llvm.mlir_undef, utils.thread_idx
     point: typing.Any = ir.InsertionPoint
-    state = threading.local()
+    state, thread = threading.local(), threading.get_ident()
 
     @contextlib.contextmanager
     def launched(*arguments: object, **options: object) -> Iterator[object]:
-        """jax's context in which the kernel's operations are built; this thread builds one kernel at a time."""
+        """jax's context in which the kernel's operations are built; this thread builds one kernel at a time. The kernels of other threads
+        are built as jax builds them.
+        """
+        if threading.get_ident() != thread:
+            with launch(*arguments, **options) as built:
+                yield built
+            return
         host = point.current.block
         with launch(*arguments, **options) as built:
             state.kernel = Kernel(host, point.current.block, {})
@@ -103,8 +110,12 @@ def values_once() -> Iterator[None]:
             return build()
         found = kernel.values.get(key)
         if found is None:
-            with point.at_block_begin(kernel.entry):
-                found = kernel.values[key] = build()
+            state.kernel = None  # what `build` needs goes where the value goes, before the values that are there
+            try:
+                with point.at_block_begin(kernel.entry):
+                    found = kernel.values[key] = build()
+            finally:
+                state.kernel = kernel
         return found
 
     def constant_once(result: "ir.Type", value: typing.Any, *, loc: object = None, ip: object = None) -> "ir.Value":

@@ -59,7 +59,8 @@ class State(typing.NamedTuple):
 class Rescale(typing.NamedTuple):
     """By how much a tile changes the reference, for the sums and products of the tiles before.
 
-    factor   [rows] float32: 2^(reference before - reference now), what exponentials of the tiles before are multiplied by
+    factor   [rows] float32, what exponentials of the tiles before are multiplied by: e^(reference before - reference now), as scores, with
+             `row_scaled` up to what rounding moved both (row_scales.py)
     needed   int32 scalar: 0 where every factor of this warp is known to be 1, so that the product can be skipped, else 1
     """
 

@@ -11,8 +11,8 @@ so exponentials are relative to 2^h, not to e^m. Whoever compares references add
 multiplied by 2^((a' m - h') - (a m - h)) where m' becomes the reference, and by 2^-excess where e^m is to be the unit.
 
 Beyond MODERATE the excess would be larger than exponents may be. There the factor is a power of two and the excess 0: scores are
-multiples of 16, so that a score below m has weight 2^-32 or less in place of e^-16 or less. From HUGE on the factor is 1, because 2 m
-may overflow.
+multiples of 16, so that a score below m has weight 2^-32 or less in place of e^-16 or less: both are nothing beside the weight 1 of m, of which
+float32 keeps 24 bits. From HUGE on the factor is 1, because 2 m may overflow.
 
 Where both passes round weights alike, references are multiples of ln 2 (`whole`). Then h is the integer next to a m, so that exponents
 relative to two references differ by an integer.
@@ -142,7 +142,7 @@ def rescaling(before: jax.Array, now: jax.Array, interpret: bool, whole: bool = 
 
 
 def _fused(s: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:
-    """s * factor - shift with the rounding of an FMA, up to the last bit, in jax.numpy: the four products of the halves of both
+    """s * factor - shift, near the shift with the rounding of an FMA and elsewhere within a few, in jax.numpy: the four products of the halves of both
     significands are exact, and so is the difference of the largest and the shift where these are close.
     """
     upper = lambda x: lax.bitcast_convert_type(

@@ -21,7 +21,7 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
-    """The load of a score program whose array is staged: the first load that can be (`_can_be_staged`) and that the
+    """The load of a score program whose array is staged: the first load that can be (`can_be_staged`) and that the
     score depends on; None if none can, or without a program.
 
     program   the score program; its first result is the score. Loads that only later results need do not count
@@ -31,10 +31,10 @@ def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
     if program is None or plan.origin is not None:
         return None
     live = ir.uses(program.steps, program.results[:1])
-    return next((load for load in program.loads if load.out.id in live and _can_be_staged(program, load)), None)
+    return next((load for load in program.loads if load.out.id in live and can_be_staged(program, load)), None)
 
 
-def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
+def can_be_staged(program: ir.Program, load: ir.Load) -> bool:
     """Whether `load`, of `program`, reads element [..., q, kv] of a float array that TMA can copy tile by tile.
 
     TMA takes bfloat16, float16 or float32 arrays of 2 to MOST_DIMS dimensions, the last two multiples of PIECE (rows,

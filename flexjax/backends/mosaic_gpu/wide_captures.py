@@ -6,7 +6,7 @@ because the conversion is exact. An array stays as it is where
 
     the program uses its elements otherwise            in arithmetic of 16 bits, or in a Call
     no load depends on query and key                   elements are then converted once a row or column, not once an entry
-    it has an element of its own for each (query, key)   a pair bias, whose bytes count (staging.py, pair_bias.py)
+    it has an element for each (query, key)            a pair bias, whose bytes count (staging.py, pair_bias.py)
     it takes more than MOST_BYTES in float32           the conversion would take longer
     the call has fewer than LEAST_ENTRIES              the kernels would save less than the conversion takes
 
@@ -21,6 +21,7 @@ import math
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu.pair_bias import axis_aligned_dims
+from flexjax.backends.mosaic_gpu.staging import can_be_staged
 from flexjax.ir.program import Load, Program, axes_of
 from flexjax.ir.widened_loads import widenable, widened
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -53,7 +54,7 @@ def _chosen(plan: KernelPlan, score: Program) -> frozenset[int]:
     if _entries(plan) < LEAST_ENTRIES:
         return frozenset()
     gathered = {load.capture for load in score.loads if _by_entry(load)}
-    dense = {load.capture for load in score.loads if _is_pair_bias(load)}
+    dense = {load.capture for load in score.loads if _is_pair_bias(load) or can_be_staged(score, load)}
     small = {n for n in gathered - dense if 4 * math.prod(score.captures[n].shape) <= MOST_BYTES}
     return widenable((score,)) & small
 

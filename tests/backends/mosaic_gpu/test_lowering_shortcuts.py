@@ -175,7 +175,18 @@ def test_other_threads_lower_as_before() -> None:
             thread = threading.Thread(target=lambda: found.append(constants()))
             thread.start()
             thread.join()
-    assert found == [[False, False]]
+
+            def launch() -> None:
+                """Another kernel."""
+                with mlir.make_ir_context(), ir.Location.unknown():
+                    other = ir.Module.create()
+                    with ir.InsertionPoint(other.body), core._launch():
+                        found.append(constants())
+
+            thread = threading.Thread(target=launch)
+            thread.start()
+            thread.join()
+    assert found == [[False, False], [False, False]]
 
 
 def test_where_the_elements_of_a_thread_lie_is_derived_once() -> None:

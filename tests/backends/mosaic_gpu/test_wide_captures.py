@@ -91,6 +91,8 @@ def test_which_arrays_are_converted() -> None:
     assert not chosen(lambda s, b, h, q, k: s + large[h, q - k + T])
     pair = jnp.zeros((1024, 1024), jnp.bfloat16)
     assert not chosen(lambda s, b, h, q, k: s + pair[q, k], tokens=1024, heads=256)
+    by_group = jnp.zeros((1, 1024, 1024), jnp.bfloat16)  # copied tile by tile
+    assert not chosen(lambda s, b, h, q, k: s + by_group[h // 256, q, k], tokens=1024, heads=256)
     assert chosen(lambda s, b, h, q, k: s + SMALL[q - k + T], tokens=1024, heads=256) == {0}
 
 
