@@ -102,6 +102,13 @@ def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]
     return rounded.astype(plan.out_dtype), (out - rounded).astype(plan.out_dtype)
 
 
+def rounded_up(vector: jax.Array) -> jax.Array:
+    """A vector over the rows of a tile, [rows] float32, rounded up to integers; infinities stay."""
+    small = jnp.abs(vector) < 2.0**23  # others are integers already
+    whole = jnp.where(small, vector.astype(jnp.int32).astype(jnp.float32), vector)
+    return jnp.where(whole < vector, whole + 1.0, whole)
+
+
 def power_below(power: Array, whole: Array) -> Array:
     """power - whole, clipped to -1 .. 0, where `whole` is `power` rounded up to an integer; 0 where `power` is infinite or NaN.
 

@@ -20,7 +20,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import row_scales
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
-from flexjax.backends.mosaic_gpu.thread_tiles import rounded_up, whole_power
+from flexjax.backends.mosaic_gpu.thread_tiles import whole_power
 from flexjax.plan.kernel_plan import KernelPlan
 
 
@@ -48,7 +48,7 @@ def weight_reference(plan: KernelPlan, lse2: jax.Array) -> WeightReference:
         reference = whole_power(lse2, LOG2E)
         above = -row_scales.exponent(lse2, row_scales.row_scale(reference, True), plan.options.interpret)
         return WeightReference(reference, jnp.exp2(jnp.where(jnp.abs(lse2) < jnp.inf, above, 0.0)))
-    fraction = tile_math.power_below(lse2, rounded_up(lse2))
+    fraction = tile_math.power_below(lse2, tile_math.rounded_up(lse2))
     return WeightReference(lse2 - fraction, jnp.exp2(-fraction))
 
 

@@ -159,7 +159,7 @@ class OnlineSoftmax:
         a tile, and tiles of other kernels begin at other rows: their backward pass could not know which fraction was left out.
         """
         power = row_term * f32(LOG2E)
-        return tile_math.power_below(power, thread_tiles.rounded_up(power))
+        return tile_math.power_below(power, tile_math.rounded_up(power))
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
         """The exponentials of a tile of large scores, [rows, columns] float32, how to rescale what was summed before,
@@ -199,15 +199,8 @@ class OnlineSoftmax:
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
-            kinds: dict[tuple[bool, bool], thread_tiles.References] = {
-                (False, False): "any",
-                (True, False): "whole",
-                (False, True): "row scaled",
-                (True, True): "whole, row scaled",
-            }
-            kind = kinds[self.whole_powers, self.row_scaled]
             top, factor, needed = thread_tiles.follow_maximum(
-                largest, log2_factor, offset, base, threshold, self.interpret, power, kind
+                largest, log2_factor, offset, base, threshold, self.interpret, power, self.whole_powers, self.row_scaled
             )
             return top, Rescale(factor, needed)
         top = largest.max(axis=1) * log2_factor

@@ -36,7 +36,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 from flexjax.backends.mosaic_gpu.kernel_parts import inline_mgpu
 from flexjax.backends.mosaic_gpu.registers import ROW, TILE, Item, assemble, element, lowered, positions_of
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
-from flexjax.backends.tile_math import MAX_WHOLE
+from flexjax.backends.tile_math import MAX_WHOLE, rounded_up
 
 MODERATE = 2.0**27
 """Largest magnitude of a reference whose row is scaled by log2(e)."""
@@ -63,10 +63,7 @@ def row_scale(reference: jax.Array, whole: bool = False) -> RowScale:
     factor = jnp.where(size <= np.float32(MODERATE), np.float32(LOG2E), large)
     shift = reference * factor
     if whole:
-        below = shift - np.float32(0.5)
-        integer = below.astype(jnp.int32).astype(jnp.float32)
-        integer = jnp.where(integer < below, integer + np.float32(1), integer)
-        shift = jnp.where(size < np.float32(MAX_WHOLE), integer, shift)
+        shift = jnp.where(size < np.float32(MAX_WHOLE), rounded_up(shift - np.float32(0.5)), shift)
     return RowScale(factor, shift)
 
 

@@ -54,7 +54,6 @@ from flexjax.backends.mosaic_gpu.registers import (
     positions_of,
 )
 
-References = typing.Literal["any", "whole", "row scaled", "whole, row scaled"]
 PERIOD = 8
 """Columns after which the columns that a thread holds repeat; a narrow tile has as many."""
 LANE_DISTANCES = (1, 2)
@@ -343,7 +342,8 @@ def follow_maximum(
     threshold: float,
     interpret: bool,
     powers_of_two: float = 1.0,
-    kind: References = "any",
+    whole: bool = False,
+    row_scaled: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference
     before by more than the threshold, else unchanged.
@@ -354,8 +354,8 @@ def follow_maximum(
     base            [rows] float32, the reference before
     threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
-    kind            what references are. "whole": one that rises becomes `whole_power` of the maximum. "row scaled": they are scores, and
-                    exponentials are relative to the `row_scale` of their row (row_scales.py). "whole, row scaled": both
+    whole           a reference that rises becomes `whole_power` of the maximum
+    row_scaled      references are scores, and exponentials are relative to the `row_scale` of their row (row_scales.py)
 
     Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the
     reference is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes
@@ -363,7 +363,7 @@ def follow_maximum(
     difference of maximum and reference, which is exact where it is small, is compared with the threshold: a float32 may not hold
     reference + threshold.
     """
-    rows, whole, row_scaled = base.shape[0], kind.startswith("whole"), kind.endswith("row scaled")
+    rows = base.shape[0]
     if interpret:
         top = maximum.max(axis=1) * factor + (np.float32(0) if offset is None else offset)
         above_base = top - base > np.float32(threshold) if row_scaled else top > base + np.float32(threshold)
@@ -448,13 +448,6 @@ def follow_maximum(
     return top, rescale, changed
 
 
-def rounded_up(vector: jax.Array) -> jax.Array:
-    """A vector over the rows of a tile, [rows] float32, rounded up to integers; infinities stay."""
-    small = jnp.abs(vector) < np.float32(1 << 23)  # others are integers already
-    whole = jnp.where(small, vector.astype(jnp.int32).astype(jnp.float32), vector)
-    return jnp.where(whole < vector, whole + np.float32(1), whole)
-
-
 def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
     """Softmax references, [rows] float32, rounded up to a whole number of powers of two. Infinities and NaN stay as they are.
 
@@ -464,8 +457,8 @@ def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
                     tile_math.MAX_WHOLE stay as they are
     """
     if powers_of_two == 1.0:
-        return rounded_up(reference)
-    whole = rounded_up(reference * np.float32(powers_of_two)) * np.float32(1 / powers_of_two)
+        return tile_math.rounded_up(reference)
+    whole = tile_math.rounded_up(reference * np.float32(powers_of_two)) * np.float32(1 / powers_of_two)
     return jnp.where(jnp.abs(reference) < np.float32(tile_math.MAX_WHOLE), whole, reference)
 
 
