@@ -23,6 +23,7 @@ tile_origin.py says where tiles lie. The file is longer than others because the 
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 
@@ -458,6 +459,7 @@ class TileProgram:
             -tile                                            the tile, with `factor` negated
             tile * narrow tile that is positive by its       the tile, with the narrow tile as its `narrow_factor`, if it has none yet
             bounds
+            tile * scalar that is positive by its bounds     the tile, with the scalar in its `narrow_factor`
             tile * any other value that is neither a         the product of the two, computed here, while the product of their
             literal nor affine                               constant factors stays deferred; None if that is 1
             affine tile * scalar, -affine tile               the affine tile, with each of its parts multiplied
@@ -486,8 +488,12 @@ class TileProgram:
                 name == "mul" and not isinstance(number, ir.Lit) and a.affine_slope is None and b.affine_slope is None
             )
             if a.kind == TILE and may_defer:
-                if b.kind == NARROW and a.narrow_factor is None and self._is_positive_factor(number, abs(a.factor)):
-                    return dataclasses.replace(a, narrow_factor=b.value)
+                narrow = b.kind == SCALAR or (b.kind == NARROW and a.narrow_factor is None)
+                if narrow and self._is_positive_factor(number, abs(a.factor), b.kind == SCALAR):
+                    made = self._broadcast(b, NARROW)
+                    return dataclasses.replace(
+                        a, narrow_factor=made if a.narrow_factor is None else a.narrow_factor * made
+                    )
                 if a.factor * b.factor == 1.0 or not safe_to_defer(a.factor * b.factor):
                     return None
                 other = dataclasses.replace(b, factor=1.0)
@@ -507,13 +513,16 @@ class TileProgram:
             return dataclasses.replace(a, factor=factor) if safe_to_defer(factor) else None
         return deferred_sum(a, b, -1 if name == "sub" else 1)
 
-    def _is_positive_factor(self, atom: ir.Atom, factor: float) -> bool:
+    def _is_positive_factor(self, atom: ir.Atom, factor: float, scalar: bool) -> bool:
         """Whether the atom, by its bounds, is positive for every query and key, and multiplying by it may be
         deferred: both bounds, and their products with `factor`, are `safe_to_defer`.
 
         factor   positive number
+        scalar   whether the atom is a scalar. Its upper bound may then be infinite: it is assumed to be moderate, as in
+                 analysis/large_scores.py
         """
         low, high = bounds(with_results(self.program, (atom,)))[0]
+        high = low if scalar and math.isinf(high) else high
         return (
             low > 0
             and safe_to_defer(low)
