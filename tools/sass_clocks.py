@@ -97,6 +97,12 @@ def unit_of(instruction: Instruction, units: Units) -> Use:
         n, k = int(shape[1]), int(shape[2])
         left = 0 if re.match(r"HGMMA\S+ R\d+, R\d+", text) else 64 * k * 2  # from registers, or from shared memory
         return Use("tensor", 16 * n * k * 2 / units.tensor_rate, LATENCIES["wgmma"], (left + n * k * 2) / SHARED_BYTES)
+    if name == "QGMMA":
+        shape = re.match(r"QGMMA\.64x(\d+)x(\d+)", text)
+        assert shape is not None
+        n, k = int(shape[1]), int(shape[2])
+        left = 0 if re.match(r"QGMMA\S+ R\d+, R\d+", text) else 64 * k
+        return Use("tensor", 8 * n * k * 2 / units.tensor_rate, LATENCIES["wgmma"], (left + n * k) / SHARED_BYTES)
     if name in ("LDSM", "LDS", "STSM", "STS"):
         matrices = re.search(r"\.MT?88\.(\d)", text)
         words = int(matrices[1]) if matrices else 4 if ".128" in text else 2 if ".64" in text else 1
@@ -158,7 +164,7 @@ def simulate(body: Sequence[Instruction], units: Units, warps: int, copied: int 
         if use.unit:
             spent[use.unit] = spent.get(use.unit, 0.0) + warps * use.clocks
     distances = STARTS if warps > 1 else STARTS[:1]
-    delay = units.contention if any(x.name == "HGMMA" for x in body) else 0.0
+    delay = units.contention if any(x.name in ("HGMMA", "QGMMA") for x in body) else 0.0
     mean = sum(_run(body, uses, [n * apart for n in range(warps)], delay) for apart in distances) / len(distances)
     return Clocks(max(mean, *spent.values()), dict(sorted(spent.items())))
 
@@ -205,7 +211,7 @@ def issue_one(warp: Warp, instruction: Instruction, use: Use, now: float, free: 
     if use.unit:
         free[use.unit] = max(free[use.unit], now) + use.clocks
         end = free[use.unit] + use.latency
-    if instruction.name == "HGMMA" and "gsb0" in instruction.text:
+    if instruction.name in ("HGMMA", "QGMMA") and "gsb0" in instruction.text:
         warp.groups.append(end)
     if instruction.writes is not None:
         warp.barriers[instruction.writes] = end

@@ -63,7 +63,7 @@ def target(instruction: Instruction, labels: dict[str, int]) -> int | None:
     return labels.get(found[1]) if found else None
 
 
-MATRIX = ("HMMA", "HGMMA")
+MATRIX = ("HMMA", "HGMMA", "QGMMA")
 
 
 def step_loops(code: Sequence[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
