@@ -9,7 +9,7 @@ import typing
 
 import jax
 
-from flexjax import context_call, dispatch
+from flexjax import context_call, dispatch, float8_scales
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.call_arguments import Arguments, describe_call
@@ -91,13 +91,16 @@ def flex_attention(
     key_value_seq_lengths: int | ArrayArgument | None = None,
     origin: Origin | OriginTable | None = None,
     precision: Precision = None,
+    query_scales: ArrayArgument | None = None,
+    key_scales: ArrayArgument | None = None,
+    value_scales: ArrayArgument | None = None,
     context: ContextParallel | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
     """Attention with a score function and a mask function written in plain JAX.
 
         p = softmax(where(mask, score_mod(scale * query . key), -inf));  out = p . value
 
-    query        [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH"); float64, float32, bfloat16 or float16
+    query        [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH"); float64, float32, bfloat16, float16 or float8_e4m3fn
     key, value   [B, S, M, D] and [B, S, M, E], same dtype; M divides N, query head n reads head n // (N // M). A batch of 1 serves
                  every batch entry
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
@@ -123,10 +126,12 @@ def flex_attention(
                  block_mask, or the arrays are the whole problem
     precision    how exactly float32 inputs are multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision), "default",
                  "high", "highest", a jax.lax.Precision or a jax.lax.DotAlgorithmPreset. See below
+    query_scales, key_scales, value_scales  what float8 queries, keys and values are multiplied by: float32 [B, N], [B, M] and [B, M], or with a
+                 scale for each of n blocks of tokens [B, n, N or M] (BNTH: [B, N or M, n]). See below
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths
                  count in the order of the sequence. With it, `origin` may give batch and head, but not query or key
 
-    Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
+    Returns out [B, T, N, E] in the layout and dtype of query (bfloat16 for float8), or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
     float64 inputs). Raises ValueError for arguments that do not fit, and NotImplementedError, with each backend's reason, if no
     backend accepts the call.
@@ -152,6 +157,11 @@ def flex_attention(
     Hopper kernels refuse "highest", and the kernels for other GPUs all float32; xla runs both, and passes the precision to XLA.
     The TPU kernels always multiply float32 at "highest". With bfloat16 and float16 inputs `precision` has no effect: their products
     are exact and summed in float32.
+
+    float8. query, key and value of float8_e4m3fn stand for themselves times their scales, whose batch may be 1 and whose blocks all have
+    the same length; mods see scores of the dequantised numbers. On Hopper both products are of float8, and the softmax weights are
+    rounded to it, which adds an error of about 2% of out; other backends compute in bfloat16, in which float8 numbers are exact. There
+    are no gradients, and no dropout, context or keys in pages; scales and an origin exclude each other.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; `(q_idx - kv_idx) % m == 0` as a conjunct of mask_mod, because the tokens of
@@ -185,7 +195,7 @@ def flex_attention(
         "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
         "broadcast_dropout": broadcast_dropout, "query_extra": query_extra, "key_extra": key_extra,
         "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths, "origin": origin,
-        "precision": precision,
+        "precision": precision, "query_scales": query_scales, "key_scales": key_scales, "value_scales": value_scales,
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
@@ -231,13 +241,16 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     indices = None
     if origin is not None:
         indices = indices_of(origin, (plan.batch, plan.q_heads, plan.q_len, plan.kv_len))
-    if plan.dropout is not None:
+    if rate:
         shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
         keep = dense_keep(key_words(get("dropout_key")), rate, shape, get("broadcast_dropout", False), indices)
+    query, key, value = operands.query, operands.key, operands.value
+    if plan.float8:
+        query, key, value = float8_scales.dequantised((query, key, value), arguments, plan.layout)
     out, lse, top = reference_attention(
-        operands.query,
-        operands.key,
-        operands.value,
+        query,
+        key,
+        value,
         score_mod=None if score_mod is None else lift_numpy(score_mod)[0],
         mask_mod=None if mask_mod is None else lift_numpy(mask_mod)[0],
         indices=indices,
@@ -252,4 +265,4 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
         lengths=operands.lengths or NONE,
     )
     dtype = plan.score_dtype
-    return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)
+    return Results(out.astype(plan.dtype), lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)

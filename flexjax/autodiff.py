@@ -41,7 +41,7 @@ from flexjax.backends.target import Target
 from flexjax.dispatch import Run
 from flexjax.fold_batch import batch_rule
 from flexjax.parallel.explicit_axes import split_of, split_work
-from flexjax.plan.kernel_plan import FIRST_CAPTURE, Gradients, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, FLOAT8, Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 from flexjax.primitive import Shapes, make_primitive
 from flexjax.second_order import is_zero, jvp_through_xla
@@ -265,13 +265,18 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     `problem` asks for it; zeros take its place for a partial plan. out and lse get their names for checkpoint policies here; rounding
     gets the name of out, because a policy that saves out needs both.
 
-    Raises NotImplementedError for tangents of keys and values in pages and of their scales, and ValueError if `tangent` is bound and
+    Raises NotImplementedError for tangents of keys and values in pages and of their scales, for all tangents of a call on float8, and ValueError if `tangent` is bound and
     score_mod has no derivative.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]
     if problem.plan.page:
         _refuse_gradients_of_cache(problem, tangents)
+    if problem.plan.float8 and any(x is not None for x in moving):
+        raise NotImplementedError(
+            f"A call with {FLOAT8} inputs has no gradients. Cast the inputs to bfloat16, or put jax.lax.stop_gradient around what the call "
+            "is given and what its mods capture."
+        )
     present = tuple(m is not None for m in moving)
     moved_problem = problem.for_captures() if any(present[FIRST_CAPTURE:]) else problem
     out, lse, *others = _bind_forward(*primals, problem=moved_problem)

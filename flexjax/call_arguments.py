@@ -44,6 +44,9 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
     key_value_seq_lengths: int | A | None
     origin: Origin | OriginTable | None
     precision: Precision
+    query_scales: A | None
+    key_scales: A | None
+    value_scales: A | None
 
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}

@@ -14,12 +14,12 @@ import numpy as np
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.errors import bad_argument
-from flexjax.plan.kernel_plan import Lengths
+from flexjax.plan.kernel_plan import FLOAT8, Lengths
 from flexjax.types import AuxRequest, KernelOptions
 
 Array = jax.Array
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = ("float64", "float32", "bfloat16", "float16", FLOAT8)
 LAYOUTS = ("BTNH", "BNTH")
 
 

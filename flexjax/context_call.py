@@ -41,7 +41,7 @@ from flexjax.parallel.context_parallel import (
 from flexjax.parallel.explicit_axes import split_of
 from flexjax.parallel.split import Split
 from flexjax.partition import Mesh, names_of
-from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import FLOAT8, KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
 from flexjax.prepare import Call, prepare
@@ -137,6 +137,8 @@ def build(context: object, given: Given) -> Built:
         arguments |= {name: cut[name] for name in extras}
         arguments |= {"query_seq_lengths": None, "key_value_seq_lengths": None}
     call = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
+    if call.plan.float8:
+        raise bad_argument("query", f"of dtype {FLOAT8} beside context=", "bfloat16", "Cast query, key and value.")
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:
         raise NotImplementedError(

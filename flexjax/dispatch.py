@@ -23,8 +23,8 @@ from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
 from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.ir.program import Program
-from flexjax.plan import residues, tuned
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan import float8, residues, tuned
+from flexjax.plan.kernel_plan import FLOAT8, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 
 
@@ -113,11 +113,13 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
     every target decides: None if it has kernels for a GPU or TPU, else its name. Raises NotImplementedError with each refusal if no
     backend accepts the plan on any target.
     """
-    if implementation is None and _refuses(backend("xla"), plan, None) is None:
+    if implementation is None and _refuses(backend("xla"), float8.widened_plan(plan), None) is None:
         return None
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
         why = _refuses(backend(name), plan, None)
+        if why is not None and plan.float8:
+            why = _refuses(backend(name), float8.widened_plan(plan), None)
         if why is None:
             return None if name in PLATFORMS else name
         refusals.append((name, why))
@@ -137,10 +139,12 @@ class Run(typing.NamedTuple):
 
     backend    the one that runs it
     plan       the plan that it runs: that of the call, with measured tiles in place of tile options of None, if there are any for the
-               target; split by residues (plan/residues.py) if `whole` is not None
+               target; without `float8` where the backend does not multiply float8 (plan/float8.py); split by residues
+               (plan/residues.py) if `whole` is not None
     target     the device that the pass is lowered for
     refusals   of the backends that were asked before, each as (name of the backend, sentence that says why)
     whole      the plan before it was split; None: it is not split
+    widened    why the backend does not multiply float8, in a sentence, where it runs the call in `plan.dtype`; "" for other calls
     """
 
     backend: Backend
@@ -148,6 +152,7 @@ class Run(typing.NamedTuple):
     target: Target
     refusals: tuple[tuple[str, str], ...]
     whole: KernelPlan | None = None
+    widened: str = ""
 
     def plan_for(self, plan: KernelPlan) -> KernelPlan:
         """The plan that would run in place of `plan`, which is that of the call but for its options."""
@@ -155,6 +160,8 @@ class Run(typing.NamedTuple):
 
     def forward(self, operands: Operands) -> Results:
         """The forward pass: the results of the call from its operands."""
+        if self.widened:
+            operands = float8.widened(self.plan, operands)
         if self.whole is None:
             return self.backend.forward(self.plan, operands, self.target)
         split = residues.split_operands(self.whole, operands)
@@ -185,9 +192,13 @@ def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
     """
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
-        why = _refusal(name, plan, target, named=implementation is not None)
+        why, made, widened = _refusal(name, plan, target, named=implementation is not None), plan, ""
+        if why is not None and plan.float8:
+            widened, made = why, float8.widened_plan(plan)
+            why = _refusal(name, made, target, named=implementation is not None)
         if why is None:
-            return _split(Run(backend(name), with_measured_tiles(plan, name, target), target, tuple(refusals)))
+            run = Run(backend(name), with_measured_tiles(made, name, target), target, tuple(refusals))
+            return _split(run._replace(widened=widened))
         refusals.append((name, why))
     raise _none_accepts(refusals)
 
@@ -265,8 +276,11 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
 def _refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
     """Why the backend cannot run the plan on the target (None: on any target), in a sentence; None if it can.
 
-    That is what `backend.refuses` says; a backend other than mosaic_gpu also refuses every plan whose options name an instruction.
+    That is what `backend.refuses` says; a backend other than mosaic_gpu also refuses every plan with `float8`, and every plan whose options
+    name an instruction.
     """
+    if plan.float8 and backend.name != "mosaic_gpu":
+        return f"{backend.name} does not multiply {FLOAT8}."
     instruction = plan.options.instruction
     if instruction is None or backend.name == "mosaic_gpu":
         return backend.refuses(plan, target)

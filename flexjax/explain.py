@@ -33,7 +33,7 @@ from flexjax.paged.table import PageTable
 from flexjax.paged_call import PagedArguments, prepare_paged, text_of_paged
 from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.parallel.gathers import describe_devices
-from flexjax.plan.kernel_plan import FIRST_CAPTURE, KernelPlan, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, FLOAT8, KernelPlan, Wanted
 from flexjax.prepare import Call, prepare
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 
@@ -247,11 +247,11 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
     scale = "captured, multiplies the score" if captured_scale else f"{plan.scale:.6g}"
     return (
         f"attention  B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim} "
-        f"E={plan.value_dim} {plan.dtype} {plan.layout}  scale={scale}"
+        f"E={plan.value_dim} {plan.input_dtype} {plan.layout}  scale={scale}"
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
         + ("" if plan.precision == "default" else f"  precision {plan.precision}")
         + ("  sinks" if plan.has_sinks else "")
-        + ("  dropout" if plan.dropout is not None else "")
+        + (("  value_scales" if plan.float8 else "  dropout") if plan.dropout is not None else "")
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
         + ("  query_seq_lengths" if plan.lengths[0] else "")
         + ("  key_value_seq_lengths" if plan.lengths[1] else "")
@@ -346,11 +346,17 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     """
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)
-    lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
+    lines = [
+        f"runs on: {run.backend.name}",
+        *([f"  in {run.plan.dtype}: {run.widened}"] if run.widened else []),
+        *(f"  not {name}: {why}" for name, why in run.refusals),
+    ]
     tile_sizes = getattr(run.backend, "tile_sizes", None)
     if tile_sizes is not None:
         lines.append(f"  tiles: {tile_sizes(run.plan, target)}")
     lines += describe_split(run)
+    if call.plan.float8:
+        return "\n".join([*lines, f"backward pass: none. {FLOAT8} inputs have no gradients."])
     score, operands = call.score, call.operands
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])

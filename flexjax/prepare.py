@@ -16,6 +16,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from flexjax import float8_scales
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, in_range, trace_placed_mask
 from flexjax.call_arguments import Arguments
@@ -24,7 +25,7 @@ from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
 from flexjax.ir.single_precision import in_single_precision
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
+from flexjax.plan.kernel_plan import FLOAT8, BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
 from flexjax.plan.pages import whole_pages
@@ -110,18 +111,19 @@ def prepare(
         inputs = in_pages.inputs
     scale = _scale(get("scale"), inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
+    scales = float8_scales.of_call(arguments, inputs, layout)
     lengths = check_lengths(get("query_seq_lengths"), get("key_value_seq_lengths"), inputs)
     origin = _origin(get("origin"), get("block_mask"), inputs, layout, lengths)
     own_sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     sizes = sizes_of(origin, own_sizes)
     score_mod = get("score_mod")
-    if isinstance(scale, Array):
-        # a jax scalar becomes a captured array of the score function, because a plan holds no array
-        if score_mod is None or callable(score_mod):  # trace_score_mod refuses anything else
+    if score_mod is None or callable(score_mod):  # trace_score_mod refuses anything else
+        score_mod = scales.score_mod(score_mod)
+        if isinstance(scale, Array):  # a captured array of the score function, because a plan holds no array
             score_mod = _scaled(score_mod, scale)
-        scale = 1.0
+    scale = 1.0 if isinstance(scale, Array) else scale
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
-    if score is not None and jnp.dtype(inputs.dtype).itemsize == 2:
+    if score is not None and jnp.dtype(inputs.dtype).itemsize <= 2:
         score = _in_single_precision(score)
     if score is not None and score.program.results[0] == score.program.inputs[0]:
         score = None  # the identity
@@ -129,7 +131,9 @@ def prepare(
     dropout = dropout_program(
         get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
     )
+    dropout = scales.factor(sizes) if scales.value is not None else dropout
     score, dropout = (None if x is None else _at_origin(x, origin, own_sizes) for x in (score, dropout))
+    dtype = "bfloat16" if inputs.dtype == FLOAT8 else inputs.dtype
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -138,7 +142,7 @@ def prepare(
         kv_len=inputs.kv_len,
         head_dim=inputs.head_dim,
         value_dim=inputs.value_dim,
-        dtype=inputs.dtype,
+        dtype=dtype,
         layout=layout,
         scale=scale,
         score=None if score is None else score.program,
@@ -154,8 +158,9 @@ def prepare(
         lengths=(False, False) if lengths is None else (lengths.query is not None, lengths.key is not None),
         page=0 if in_pages is None else in_pages.page,
         cache_dtype=None if in_pages is None else in_pages.cache_dtype,
-        precision=precision_name(get("precision"), inputs.dtype),
+        precision=precision_name(get("precision"), dtype),
         residues=None if origin or lengths or in_pages else _residues(block_mask, score),
+        float8=inputs.dtype == FLOAT8,
     )
     operands = Operands(
         query=inputs.query,

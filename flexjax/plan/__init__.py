@@ -6,6 +6,7 @@ trace/, analysis/, ir/, types.py and errors.py; backends import it.
     kernel_plan.py      KernelPlan (static, hashable), Operands (arrays), Results and Gradients
     known_lists.py      block lists whose numbers are known while a call is traced
     problem.py          Problem: a plan with the derivative and the choice of backends, the parameter of the JAX primitives
+    float8.py           a call on float8 as one in 16 bits, for kernels that do not multiply float8
     precision.py        the precision of products of float32, by its name in a plan
     lengths.py          which queries and keys exist
     lengths_as_mask.py  lengths as a block mask, for kernels that know no lengths

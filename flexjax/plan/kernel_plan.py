@@ -70,12 +70,15 @@ class KernelPlan:
     """Everything static about one attention call: sizes, dtype, programs, block layout, options. Frozen and hashable.
 
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim   B, N, M, T, S, D, E of the file docstring
-    dtype        of query, key and value, as text
+    dtype        of query, key, value and out, as text; with `float8` of out, and of what the operands are converted to where they are not
+                 multiplied as they are
+    float8       query, key and value are float8_e4m3fn, and the plan's dtype is "bfloat16". Such a plan has a forward pass only; the
+                 scales of its operands are part of the programs (float8_scales.py)
     scale        multiplies query . key (+ query_extra . key_extra) before the score program
     score        score_mod's program, None for the identity
     mask         mask_mod's program, None where every entry of the blocks in the lists is visible
-    dropout      program of the factor of each probability, 0 or 1 / (1 - rate); None without dropout. The softmax denominator
-                 and lse are those without dropout
+    dropout      program of the factor of each probability: 0 or 1 / (1 - rate), or with `float8` the scale of the value that it
+                 multiplies; None without. The softmax denominator and lse are those without the factor
     blocks       None: every block is visited and `mask` (if any) applies to all of them. Otherwise the blocks in
                  `Operands.lists` are visited, and `mask` applies to those of the partial list only
     has_sinks    whether the call has sinks
@@ -127,6 +130,12 @@ class KernelPlan:
     cache_dtype: str | None = None
     precision: str = "default"
     residues: Residues | None = None
+    float8: bool = False
+
+    @property
+    def input_dtype(self) -> str:
+        """The dtype of query, key and value: FLOAT8 with `float8`, else `dtype`."""
+        return FLOAT8 if self.float8 else self.dtype
 
     @property
     def returns_rounding(self) -> bool:
@@ -229,6 +238,8 @@ class Scales(typing.NamedTuple):
     value: jax.Array
 
 
+FLOAT8 = "float8_e4m3fn"
+"""The dtype of 8 bits that query, key and value may have."""
 QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
 """Places of the movable operands: in Operands.movable, and in Gradients and Wanted as flat tuples. The first six are the first
 fields of Operands; from FIRST_CAPTURE on come the arrays that score_mod captures."""

@@ -78,7 +78,7 @@ def summary(plan: KernelPlan) -> str:
     """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
-        f"E={plan.value_dim} {plan.dtype} {plan.layout}",
+        f"E={plan.value_dim} {plan.input_dtype} {plan.layout}",
         "" if plan.score is None else "score_mod",
         "" if plan.mask is None else "mask_mod",
         "" if plan.blocks is None else f"blocks of {plan.blocks.block_q} x {plan.blocks.block_kv}",

@@ -41,6 +41,8 @@ CHOSEN = ("three_groups", "third_key_slot", "split_columns", "split_by_residues"
 """Kernels that no case of the table is large enough to choose."""
 PAGED = ("pages", "ragged_pages", "tree_in_pages", "int8_pages", "prefill_in_pages")
 """Keys in pages, checks of tests/backends/mosaic_gpu/test_pages.py."""
+FLOAT8 = ("float8", "float8_by_block", "float8_three_groups", "float8_wide", "float8_equal_weights")
+"""Products of float8, checks of tests/backends/mosaic_gpu/test_float8.py; equal weights of 32768 keys."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
 OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
 """Without these racecheck says nothing of the planted race: it drops what its analysis does not rank."""
@@ -54,7 +56,7 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 def run_cases(names: list[str]) -> None:
     """Runs these cases in this process and prints for each a line `ran NAME`, or `refused NAME: why`.
 
-    names   of tests/cases/calls.py, of ONE_KERNEL, of CHOSEN or of PAGED
+    names   of tests/cases/calls.py, of ONE_KERNEL, of CHOSEN, of PAGED or of FLOAT8
     """
     import jax
 
@@ -69,6 +71,8 @@ def run_cases(names: list[str]) -> None:
                 jax.block_until_ready(chosen_kernel(name))
             elif name in PAGED:
                 paged_call(name)
+            elif name in FLOAT8:
+                float8_call(name)
             else:
                 problem = BoundCase(CASES[name], "bfloat16", "mosaic_gpu")
                 step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
@@ -93,6 +97,21 @@ def paged_call(name: str) -> None:
         "prefill_in_pages": lambda: test_pages.check_prefill_in_pages(*test_pages.PREFILL[1], interpret=False),
     }
     calls[name]()
+
+
+def float8_call(name: str) -> None:
+    """Runs a call on float8 and compares its result with that of bfloat16, which raises AssertionError.
+
+    name   of FLOAT8
+    """
+    from tests.backends.mosaic_gpu import test_float8
+
+    cases = ("causal, scales by head", "scales by block, odd lengths", "192 queries", "two tiles of columns")
+    calls = dict(zip(FLOAT8, cases, strict=False))
+    if name in calls:
+        test_float8.check_case(calls[name], interpret=False)
+    else:
+        test_float8.check_equal_weights(32768, interpret=False)
 
 
 def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
@@ -294,7 +313,7 @@ def main() -> int:
     if args.plant:
         run_planted(args.plant)
         return 0
-    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL, *CHOSEN, *PAGED]
+    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL, *CHOSEN, *PAGED, *FLOAT8]
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
     jobs = [(tool, what) for tool in args.tools.split(",") for what in work(tool, shares)]
     until = time.monotonic() + args.seconds

@@ -200,10 +200,10 @@ def views_as_pages(plan: KernelPlan, card: Card | None) -> bool:
 
 
 def _kernel_reads_pages(plan: KernelPlan, card: Card | None) -> bool:
-    """Whether the forward kernel reads pages of the plan's dtype in place: of 16 bits and, on Hopper, of head dims whose columns no two
+    """Whether the forward kernel reads pages of the plan's inputs in place: of 16 bits and, on Hopper, of head dims whose columns no two
     CTAs share.
     """
-    return parts_of(plan) == 1 and (card is not None or ctas_of(plan) == 1)
+    return parts_of(plan) == 1 and not plan.float8 and (card is not None or ctas_of(plan) == 1)
 
 
 def widens_pools(plan: KernelPlan, stored_pages: int, card: Card | None) -> bool:

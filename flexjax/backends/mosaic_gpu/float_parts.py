@@ -25,13 +25,13 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 def parts_of(plan: KernelPlan) -> int:
-    """Parts of an operand of this plan: 2 for float32, 1 for 16 bits."""
+    """Parts of an operand of this plan: 2 for float32, 1 for 16 and 8 bits."""
     return 2 if plan.dtype == "float32" else 1
 
 
 def part_dtype(plan: KernelPlan) -> str:
-    """Name of the dtype of the parts, which WGMMA multiplies: bfloat16 for float32, the plan's own dtype for 16 bits."""
-    return "bfloat16" if plan.dtype == "float32" else plan.dtype
+    """Name of the dtype of the parts, which WGMMA multiplies: bfloat16 for float32, the dtype of the inputs for 16 and 8 bits."""
+    return "bfloat16" if plan.dtype == "float32" else plan.input_dtype
 
 
 def pairs_of(parts: int) -> Pairs:

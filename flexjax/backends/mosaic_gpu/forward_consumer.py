@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import kernel_parts, memory, registers, thread_tiles, tile_scheduler
+from flexjax.backends.mosaic_gpu import float8_products, kernel_parts, memory, registers, thread_tiles, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.float_parts import pairs_of, part_dtype
 from flexjax.backends.mosaic_gpu.forward_rows import Phase, Position, QueryRows, StepTile, programs_at_rows
@@ -42,6 +42,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
     Scalar,
     accumulator,
     accumulator_from,
+    fence_shared,
     i32,
     rows_of,
     slot_parts,
@@ -52,6 +53,8 @@ from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 f32 = np.float32
+Output = tuple[jax.Array, ...]
+"""The tiles of the output, [rows, columns] float32 side by side, of the columns that `ForwardTile.out_widths` says: one, or several of float8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Consumer:
         if tile.groups > 1:
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
         group = lax.axis_index("wg")
+        if tile.sum_columns:
+            when(group == 0)(self._write_ones)
         for slot in range(tile.query_slots):
             slots.release("query", scratch.query_free, slot)
         for slot in range(tile.stages):
@@ -100,6 +105,16 @@ class Consumer:
 
         self._each_item(compute_item)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _write_ones(self) -> None:
+        """Writes the columns of ones beside the float8 values to every slot, where no copy comes. What releases the slots is after it, so
+        that no values are multiplied before.
+        """
+        tile = self.setup.tile
+        for slot in range(tile.value_stages):
+            columns = self.scratch.value.at[slot, pl.ds(tile.value_dim, tile.sum_columns)]
+            float8_products.write_ones(columns, self.setup.interpret)
+        fence_shared(self.setup.interpret)
 
     def _each_item(self, compute_item: Callable[[WorkItem, Scalar, Scalar], Scalar]) -> None:
         """Calls `compute_item` on each work item of this CTA, in the order in which the producer copies for them.
@@ -185,10 +200,10 @@ class QueryTile(QueryRows[ForwardTile]):
         of the score is computed after the steps; there is none with a static reference or large scores.
         """
         setup, tile = self.setup, self.setup.tile
-        out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), registers.TILE)
+        out = tuple(registers.zero_tile((tile.rows, columns)) for columns in tile.out_widths)
         steps = self._staggered_steps if tile.overlap else self._whole_steps
 
-        def no_steps(out: jax.Array) -> tuple[jax.Array, State, Position]:
+        def no_steps(out: Output) -> tuple[Output, State, Position]:
             """For a work item whose block lists are empty: releases the queries and returns (`out` as it is, the
             softmax state before the first tile, position of the tile).
             """
@@ -206,10 +221,10 @@ class QueryTile(QueryRows[ForwardTile]):
 
     # ----------------------------------------------------------------- the two orders of steps
 
-    def _whole_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
+    def _whole_steps(self, out: Output) -> tuple[Output, State, Position]:
         """Runs every step in the whole order, and releases the queries.
 
-        out   [rows, value dim] float32, zeros
+        out   the tiles of the output, zeros
 
         Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
         the query tile).
@@ -220,11 +235,11 @@ class QueryTile(QueryRows[ForwardTile]):
         out, state = self._loops(self._whole_step, 0, (out, state))
         return out, state, self._release_queries()
 
-    def _staggered_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
+    def _staggered_steps(self, out: Output) -> tuple[Output, State, Position]:
         """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it; releases
         the queries before that last product.
 
-        out   [rows, value dim] float32, zeros
+        out   the tiles of the output, zeros
 
         Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
         the query tile).
@@ -264,7 +279,7 @@ class QueryTile(QueryRows[ForwardTile]):
         """S, softmax and P V of step n; waits for its keys and values and releases their slots. `out` is rescaled
         before P V is added.
 
-        carry   (first key of step n, out [rows, value dim] float32, softmax state) before the step; (first key of step
+        carry   (first key of step n, tiles of the output, softmax state) before the step; (first key of step
                 n + 1, out, softmax state) after it is returned
         phase   which steps this is traced for
         """
@@ -277,7 +292,7 @@ class QueryTile(QueryRows[ForwardTile]):
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
         s = self.partial_sums.total(s, n)
         p, rescale, state = self._softmax_with_staged(s, n, step_tile, phase, state)
-        out = setup.softmax.rescale(out, rescale)
+        out = tuple(setup.softmax.rescale(x, rescale) for x in out)
         weights = self._weights(p)
         if not setup.interpret:
             out, weights, state = lax.optimization_barrier((out, weights, state))
@@ -287,14 +302,15 @@ class QueryTile(QueryRows[ForwardTile]):
         """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
         slots. The simulator computes them one after the other.
 
-        carry   (first key of step n, out [rows, value dim] float32, the parts of P of step n - 1, softmax state) before
+        carry   (first key of step n, tiles of the output, the parts of P of step n - 1, softmax state) before
                 the step; (first key of step n + 1, out, the parts of P of step n, softmax state) after it is returned
         phase   which steps this is traced for
 
         `out` is rescaled by the softmax of step n after P V of step n - 1 is added.
         """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
-        start, out, weights, state = carry
+        start, outs, weights, state = carry
+        (out,) = outs
         key_slot, value_slot = self._key_slot(n), self._value_slot(n - 1)
         step_tile = self.step_tile(start, phase)
         start = self.next_start(n, phase)
@@ -304,8 +320,8 @@ class QueryTile(QueryRows[ForwardTile]):
             setup.slots.release("key", scratch.key_free, key_slot)
             s = self.partial_sums.total(s, n)
             p, rescale, state = self._softmax_with_staged(s, n, step_tile, phase, state)
-            out = self._add_values(out, weights, n - 1)
-            return start, setup.softmax.rescale(out, rescale), self._weights(p), state
+            (out,) = self._add_values(outs, weights, n - 1)
+            return start, (setup.softmax.rescale(out, rescale),), self._weights(p), state
 
         def products(refs: tuple) -> None:
             """Issues both WGMMAs and computes the softmax of step n while P V of step n - 1 is in flight.
@@ -316,7 +332,7 @@ class QueryTile(QueryRows[ForwardTile]):
             setup.ping_pong.wait(self.group)
             self._multiply(acc_s, self._query_operand(), self._transposed_keys(key_slot))
             plgpu.barrier_wait(scratch.value_full.at[value_slot])
-            self._multiply(acc, weights, slot_parts(scratch.value, value_slot, tile.parts))
+            self._multiply(acc, weights, self._values(value_slot))
             setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=len(pairs_of(tile.parts))))
@@ -337,7 +353,7 @@ class QueryTile(QueryRows[ForwardTile]):
         # P V reads the registers of `weights` until here: those of the next P must be others.
         p = lax.optimization_barrier(p)
         setup.slots.release("value", scratch.value_free, value_slot)
-        return start, setup.softmax.rescale(out, rescale), self._weights(p), state
+        return start, (setup.softmax.rescale(out, rescale),), self._weights(p), state
 
     # ----------------------------------------------------------------- parts of a step
 
@@ -400,7 +416,7 @@ class QueryTile(QueryRows[ForwardTile]):
         would spill (`kernel_parts.not_hoisted`).
         """
         tile = self.setup.tile
-        if tile.stages > 1 and tile.ctas == 1:
+        if tile.stages > 1 and tile.ctas == 1 and not tile.float8:
             return self.queries
         slot = kernel_parts.not_hoisted(self.query_slot, self.setup.interpret)
         return slot_parts(self.scratch.query, slot, tile.parts, pl.ds(self.group * tile.rows, tile.rows))
@@ -408,6 +424,15 @@ class QueryTile(QueryRows[ForwardTile]):
     def _transposed_keys(self, slot: Scalar) -> tuple[Ref, ...]:
         """Refs to the keys in slot `slot` of the key ring, transposed, [D, block_kv] for each part; nothing is moved."""
         return tuple(keys.transpose((1, 0)) for keys in slot_parts(self.scratch.key, slot, self.setup.tile.parts))
+
+    def _values(self, slot: Scalar, columns: object = slice(None)) -> tuple[Ref, ...]:
+        """Refs to the values in slot `slot` of the value ring, [block_kv, E] for each part; nothing is moved. Those of float8 lie
+        key-major, with their keys in the order of the weights (float8_products.py).
+
+        columns   of float8 values alone: a slice of them
+        """
+        parts = slot_parts(self.scratch.value, slot, self.setup.tile.parts, columns)
+        return tuple(x.transpose((1, 0)) for x in parts) if self.setup.tile.float8 else parts
 
     def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
         """Issues the WGMMAs of acc += left @ right for operands in parts, one for each pair of `pairs_of`, and does not wait for them.
@@ -421,10 +446,12 @@ class QueryTile(QueryRows[ForwardTile]):
             plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
 
     def _weights(self, p: jax.Array) -> tuple[jax.Array, ...]:
-        """The parts of `p`, [rows, block_kv] float32, in the dtype that WGMMA multiplies: one part for inputs of 16
+        """The parts of `p`, [rows, block_kv] float32, in the dtype that WGMMA multiplies: one part for inputs of 16 and 8
         bits, two for float32.
         """
         setup = self.setup
+        if setup.tile.float8:
+            return (float8_products.weights(p, setup.interpret),)
         return thread_tiles.tile_parts(p, part_dtype(setup.plan), setup.tile.parts, setup.interpret)
 
     def _softmax_with_staged(
@@ -453,10 +480,11 @@ class QueryTile(QueryRows[ForwardTile]):
         setup.slots.release("staged", scratch.staged_free, slot)
         return score.with_loaded_tile(setup.staged, value)
 
-    def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar) -> jax.Array:
-        """Computes out + P V of step n, [rows, value dim] float32, and waits until the WGMMAs have completed.
+    def _add_values(self, out: Output, weights: tuple[jax.Array, ...], n: Scalar) -> Output:
+        """Computes out + P V of step n, and waits until the WGMMAs have completed. Products of float8 are added to `out` tile by tile, in
+        float32, because WGMMA adds them with fewer bits (float8_products.py).
 
-        out       [rows, value dim] float32
+        out       the tiles of the output
         weights   the parts of P, each [rows, block_kv]
 
         It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot. It does not end the turn.
@@ -465,13 +493,22 @@ class QueryTile(QueryRows[ForwardTile]):
         slot = self._value_slot(n)
         plgpu.barrier_wait(scratch.value_full.at[slot])
         setup.ping_pong.wait(self.group)
-        values = slot_parts(scratch.value, slot, setup.tile.parts)
-        if setup.interpret:
-            for a, b in pairs_of(setup.tile.parts):
-                out = out + jnp.dot(weights[a].astype(jnp.float32), values[b][...].astype(jnp.float32))
-        else:
-            product = pl.run_state(lambda acc: self._multiply(acc, weights, values))
-            out = typing.cast(jax.Array, product(accumulator_from(out)))
+        made, first = [], 0
+        for part in out:
+            values = self._values(slot, pl.ds(first, part.shape[1])) if len(out) > 1 else self._values(slot)
+            first += part.shape[1]
+            if setup.interpret:
+                for a, b in pairs_of(setup.tile.parts):
+                    part = part + jnp.dot(weights[a].astype(jnp.float32), values[b][...].astype(jnp.float32))
+            else:
+                product = pl.run_state(lambda acc, values=values: self._multiply(acc, weights, values))
+                if setup.tile.float8:
+                    zeros = registers.zero_tile((part.shape[0], part.shape[1]))
+                    part = part + typing.cast(jax.Array, product(accumulator_from(zeros)))
+                else:
+                    part = typing.cast(jax.Array, product(accumulator_from(part)))
+            made.append(part)
+        out = tuple(made)
         setup.slots.release("value", scratch.value_free, slot)
         return out
 
@@ -495,29 +532,34 @@ class QueryTile(QueryRows[ForwardTile]):
         """Whether this CTA writes lse and row maxima: both CTAs of a cluster know them, and the first writes them."""
         return first_cta(self.scratch.exchange)
 
-    def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
+    def _finish(self, row_term: jax.Array | None, out: Output, state: State, position: Position) -> None:
         """Divides `out` by the softmax denominator, and writes out, lse and, if wanted, row maxima to global memory.
 
         row_term   [rows], what the softmax left out of the scores of each row; None: nothing
-        out        [rows, value dim] float32, the sum of P V relative to the softmax reference
+        out        the tiles of the output, the sum of P V relative to the softmax reference
         state      after the last step
         position   of the query tile
         """
         b, h, q_tile = position
         q_start = q_tile * self.setup.tile.block_q + self.group * self.setup.tile.rows
-        divisor = self.write_statistics(row_term, state, position, q_start)
-        out = out * registers.broadcast_vector(divisor, "row", out.shape)
         tile = self.setup.tile
+        if tile.sum_columns:
+            values = out[-1].shape[1] - tile.sum_columns
+            sums = out[-1][:, values:].max(axis=1)
+            state = state._replace(total=thread_tiles.shared_by_lanes(sums, self.setup.interpret))
+            out = (*out[:-1], out[-1][:, :values])
+        divisor = self.write_statistics(row_term, state, position, q_start)
+        out = tuple(x * registers.broadcast_vector(divisor, "row", x.shape) for x in out)
         own = lambda x: rows_of(x, self.setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
         targets = [own(x) for x in (self.outputs.out, self.outputs.rounding) if x is not None]
         self._write(out, targets)
 
-    def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:
+    def _write(self, out: Output, targets: Sequence[Ref]) -> None:
         """Copies `out` to global memory, in parts of `out_columns` columns, through this warpgroup's slots in shared
         memory (with `out_over_queries` through the memory of its queries). The last copies are started and not waited
         for.
 
-        out       [rows, value dim] float32
+        out       the tiles of the output, with the columns of the values
         targets   Refs to these rows in global memory: of the result `out` and, if the plan wants it, of what rounding
                   took from it, `rounding`; both in the plan's dtype
 
@@ -534,7 +576,8 @@ class QueryTile(QueryRows[ForwardTile]):
             plgpu.wait_smem_to_gmem(others, wait_read_only=True)
             place = self.queries[0] if tile.out_over_queries else present(self.scratch.out).at[self.group, slot]
             for first in range(0, tile.out_columns, step):
-                part = out[:, start + first : start + first + step]
+                tile_of, at = divmod(start + first, out[0].shape[1])
+                part = out[tile_of][:, at : at + step]
                 if which:
                     part = part - thread_tiles.rounded_tile(part, setup.plan.dtype, setup.interpret)
                 if tile.out_over_queries:

@@ -140,6 +140,10 @@ class Producer:
                 last_page = inputs.pages.values if name == "value" else None
                 paged.copy(inputs.pages, source, last_page, ring.at[slot], full.at[slot])
                 return
+            if tile.float8 and name == "value":
+                values = source.at[item.b, kv_head, :, pl.ds(start, tile.block_kv)]
+                plgpu.copy_gmem_to_smem(values, ring.at[slot, pl.ds(0, tile.value_dim)], full.at[slot])
+                return
             copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, tile.parts), full.at[slot])
 
         def copy_keys(n: Scalar) -> None:

@@ -183,6 +183,20 @@ class QueryRows(typing.Generic[AnyTile]):
             s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
+    @property
+    def step_factor(self) -> TileProgram | None:
+        """The program of the factor of each probability of a step; None where there is none, or it is the same for a whole head."""
+        return None if self.setup.factor_is_uniform else self.programs.dropout
+
+    def _uniform_factor(self) -> jax.Array | None:
+        """The factor of all probabilities of these rows, a scalar, where it is the same for a whole head (`setup.factor_is_uniform`); None
+        where `softmax` applies it, or there is none.
+        """
+        plan, program = self.setup.plan, self.programs.dropout
+        if program is None or plan.dropout is None or not self.setup.factor_is_uniform:
+            return None
+        return program.scalar_values(plan.dropout.results)[0]
+
     # ----------------------------------------------------------------- the key tile of a step
 
     def needs_start(self, phase: Phase) -> bool:
@@ -190,7 +204,7 @@ class QueryRows(typing.Generic[AnyTile]):
         UNMASKED, the mask or the check of the last key.
         """
         masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
-        return masked or self.programs.score is not None or self.programs.dropout is not None
+        return masked or any(p is not None for p in (self.programs.score, self.step_factor))
 
     def start(self, n: Scalar, phase: Phase) -> Scalar:
         """Number of the first key of the tile of step n; 0 where nothing depends on it (`needs_start`).
@@ -222,7 +236,8 @@ class QueryRows(typing.Generic[AnyTile]):
         """
         if not self.needs_start(phase):
             return StepTile(None, Programs(None, None, None))
-        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in self.programs)
+        given = self.programs.score, self.programs.mask, self.step_factor
+        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in given)
         return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
 
     # ----------------------------------------------------------------- after the last step
@@ -264,7 +279,7 @@ class QueryRows(typing.Generic[AnyTile]):
             base = joint
         dead = total == f32(0)
         divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
-        for factor in (shrink, softmax.unit(state)):  # `out` is not relative to `base`
+        for factor in (shrink, softmax.unit(state), self._uniform_factor()):  # `out` is not relative to `base`
             divisor = divisor if factor is None else divisor * factor
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
         rows = (b, h, pl.ds(q_start, tile.rows))

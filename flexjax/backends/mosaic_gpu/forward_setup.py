@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+from flexjax.backends.mosaic_gpu import float8_products, float8_tiles
 from flexjax.backends.mosaic_gpu.forward_barriers import PingPong, SlotBarriers
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
@@ -21,7 +22,8 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory. Lengths T, S and head dims D, E are padded (forward_arrays.py).
 
     query                  [parts * B, T, N, D] or [parts * B, N, T, D], parts as in float_parts.py
-    key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]; in pages [P, page, M, D or E]
+    key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]; in pages [P, page, M, D or E]; of float8 the value is
+                           [B, M, E, S] (float8_products.py)
     sinks                  [N] float32 or None
     mask_rows              which key tiles are visited
     score, mask, dropout   captured arrays of the three programs
@@ -104,6 +106,11 @@ class ForwardSetup(typing.Generic[AnyTile]):
         )
 
     @property
+    def factor_is_uniform(self) -> bool:
+        """Whether the factor of each probability is the same for a whole head, so that out is multiplied by it in the end."""
+        return float8_tiles.factor_is_uniform(self.plan)
+
+    @property
     def may_overhang(self) -> bool:
         """Whether a tile on which the programs are evaluated may reach past the last query or the last key: the number of queries is no
         multiple of the larger of query tile and mask block, or that of keys no multiple of the larger of key tile and mask block
@@ -146,13 +153,22 @@ class HopperSetup(ForwardSetup[ForwardTile]):
     """The static part of the forward kernel for Hopper, whose warpgroups have roles."""
 
     @property
+    def softmax(self) -> OnlineSoftmax:
+        """The OnlineSoftmax of one warpgroup's tile, for float8 weights as float8_products.py says."""
+        made = super().softmax
+        if not self.tile.float8:
+            return made
+        lift, rise = float8_products.LIFT, float8_products.RISE
+        return dataclasses.replace(made, sums=not self.tile.sum_columns, below=lift, rise=rise)
+
+    @property
     def slots(self) -> SlotBarriers:
         """The barriers by which consumers hand slots back to the producer."""
         return SlotBarriers(self.tile, self.interpret)
 
     @property
     def ping_pong(self) -> PingPong:
-        """The barriers by which two or three consumers alternate."""
+        """The barriers by which two consumers alternate."""
         return PingPong(self.tile, self.interpret)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import forward_arrays, partial_sums, staging, tile_scheduler
+from flexjax.backends.mosaic_gpu import float8_products, forward_arrays, partial_sums, staging, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
@@ -92,7 +92,7 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     pages      of keys in pages, whose pool takes the place of key and value; None for contiguous keys
 
     Head dims are padded with zeros, lengths for the simulator alone (`forward_arrays.padded_lengths`).
-    Queries, keys and values of float32 are split into parts (float_parts.py). In the simulator the staged array is
+    Queries, keys and values of float32 are split into parts (float_parts.py); values of float8 are key-major (float8_products.py). In the simulator the staged array is
     padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
     plan, tile = setup.plan, setup.tile
@@ -101,6 +101,7 @@ def _inputs(setup: HopperSetup, operands: Operands, pages: KeyPages[jax.Array] |
     key_dim, value_dim = tile.head_dim * tile.ctas, tile.value_dim * tile.ctas
     if pages is None:
         key, value = padded(operands.key, kv_length, key_dim), padded(operands.value, kv_length, value_dim)
+        value = float8_products.key_major(value, plan.layout) if tile.float8 else value
     else:
         key, value, pages = pools_for(setup.plan, operands, pages, (key_dim, value_dim), setup.interpret)
     inputs = forward_arrays.inputs_of(setup, operands, padded(operands.query, q_length, key_dim), key, value)

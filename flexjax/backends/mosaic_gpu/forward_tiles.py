@@ -4,7 +4,8 @@
     forward_candidates(plan)    all that fit what the plan, its block mask and the options allow, the expected best first
     forward_scratch(tile)       shared memory of a CTA, for the launch and for what fits
 
-Numbers that were chosen by measurement are explained in LOG.md. Nothing here imports Mosaic.
+Numbers that were chosen by measurement are explained in LOG.md. Nothing here imports Mosaic. The file is longer than others because what
+fits and what is chosen are read together.
 """
 
 import dataclasses
@@ -13,12 +14,13 @@ import typing
 from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import dq_order, staging
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
+from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, FLOAT8_RINGS, SUM_COLUMNS, sums_by_product
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.backends.mosaic_gpu.three_groups import three_groups_are_faster, under_mask
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
 
 NAMED_BARRIERS = 16
 """Hardware barriers of a CTA that have a number."""
@@ -53,6 +55,8 @@ class ForwardTile:
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
     ctas                   CTAs of a cluster, which share the columns of each tile (columns.py)
+    float8                 queries, keys, values and P are float8; values are key-major (float8_products.py)
+    sum_columns            columns of ones beside those of the values, in which P V sums the softmax weights (float8_products.py), or 0
     page_rows              keys that one copy brings where keys are in pages: what a page and a tile both divide into; 0: no pages
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
     """
@@ -79,6 +83,8 @@ class ForwardTile:
     parts: int = 1
     ctas: int = 1
     page_rows: int = 0
+    float8: bool = False
+    sum_columns: int = 0
     programs: int = REFERENCE_SMS
 
     @property
@@ -90,6 +96,18 @@ class ForwardTile:
     def block_q(self) -> int:
         """Queries of a CTA's tile."""
         return self.groups * self.rows
+
+    @property
+    def out_widths(self) -> tuple[int, ...]:
+        """Columns of the tiles, side by side, that P V is added to: those of the values and, in the last, `sum_columns`. One tile, except
+        that float8 has one for each 128 columns of the values: its products have registers of their own (float8_products.py).
+        """
+        last = self.value_dim
+        parts = []
+        while self.float8 and last > FLOAT8_COLUMNS:
+            parts.append(FLOAT8_COLUMNS)
+            last -= FLOAT8_COLUMNS
+        return (*parts, last + self.sum_columns)
 
     @property
     def out_over_queries(self) -> bool:
@@ -149,14 +167,19 @@ class ForwardTile:
         """
         named = max(numbers.stop for numbers in self.named_barriers.values())
         steps_of_keys = 1 + self.prefetch_key_barrier  # whose keys are in shared memory at the same time
-        return fits(forward_scratch(self)) and named <= NAMED_BARRIERS and self.stages >= steps_of_keys
+        return (
+            fits(forward_scratch(self, FLOAT8 if self.float8 else "bfloat16"))
+            and named <= NAMED_BARRIERS
+            and self.stages >= steps_of_keys
+        )
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the forward kernel. A tile with groups * rows = block_q queries, head dims D and E:
 
     query        [query_slots * parts, block_q, D], ring of query tiles
-    key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles
+    key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles; tiles of float8
+                 values are [E, block_kv]
     out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory; None with `out_over_queries`
     *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each copy
     *_free       a barrier for each slot: every consumer has released the slot; only in the simulator (`forward_barriers.SlotBarriers`)
@@ -185,8 +208,8 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype       name of the dtype, of two bytes, of the parts of queries, keys and values; the output tile has it too,
-                but is float32 if there are several parts
+    dtype       name of the dtype, of two bytes, or FLOAT8 for a tile of `float8`, of the parts of queries, keys and values; the output tile
+                has it too, but is float32 if there are several parts, and bfloat16 beside FLOAT8
     interpret   whether the kernel runs in the simulator, which needs the `*_free` barriers
     """
 
@@ -197,12 +220,13 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
         return Barriers(slots, arrivals=tile.groups) if interpret else None
 
     staged, parts = tile.staged_slots > 0, tile.parts
-    out_dtype = dtype if parts == 1 else "float32"
+    out_dtype = "float32" if parts > 1 else "bfloat16" if tile.float8 else dtype
+    value_tile = (sum(tile.out_widths), tile.block_kv) if tile.float8 else (tile.block_kv, tile.value_dim)
     out = SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), out_dtype)
     return ForwardScratch(
         query=SwizzledTiles((tile.query_slots * parts, tile.block_q, tile.head_dim), dtype),
         key=SwizzledTiles((tile.stages * parts, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.value_stages * parts, tile.block_kv, tile.value_dim), dtype),
+        value=SwizzledTiles((tile.value_stages * parts, *value_tile), dtype),
         out=None if tile.out_over_queries else out,
         query_full=Barriers(tile.query_slots, parts),
         key_full=Barriers(tile.stages, tile.copies),
@@ -225,12 +249,12 @@ def wgmma_dim(dim: int) -> int:
 
 def _columns(plan: KernelPlan, ctas: int) -> tuple[int, int]:
     """(columns of queries and keys, columns of values) of a CTA, if `ctas` CTAs share the columns: with one, each head
-    dim as WGMMA takes it. Where columns are split, both are multiples of 32, a swizzle of 64 bytes; those of values of
+    dim as WGMMA takes it, for float8 that of queries and keys a multiple of 32. Where columns are split, both are multiples of 32, a swizzle of 64 bytes; those of values of
     64, the columns of an output part, unless the output leaves over the queries.
     """
     dims = plan.head_dim + plan.extra_dim, plan.value_dim
     if ctas == 1:
-        return wgmma_dim(dims[0]), wgmma_dim(dims[1])
+        return round_up(wgmma_dim(dims[0]), 32) if plan.float8 else wgmma_dim(dims[0]), wgmma_dim(dims[1])
     head_dim, value_dim = (round_up(columns_of(dim, ctas), 32) for dim in dims)
     return head_dim, value_dim if value_dim == head_dim else round_up(value_dim, 64)
 
@@ -284,7 +308,11 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
         if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
         for keys in (
-            (64,) if ctas > 1 else (64, 128) if size == 256 or divides or (parts > 1 and size == 128) else (128, 64)
+            (64,)
+            if ctas > 1
+            else (64, 128)
+            if (size == 256 and not plan.float8) or divides or (parts > 1 and size == 128)
+            else (128, 64)
         ):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
@@ -293,7 +321,11 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, slots)
                 tile = ForwardTile(groups, 64, keys, *ring)
-                tile = dataclasses.replace(tile, parts=parts, ctas=ctas, **_pipeline_defaults(plan, size, groups))
+                tile = dataclasses.replace(
+                    tile, parts=parts, ctas=ctas, float8=plan.float8, **_pipeline_defaults(plan, size, groups)
+                )
+                if plan.float8 and sums_by_product(plan):
+                    tile = dataclasses.replace(tile, sum_columns=SUM_COLUMNS)
                 if ctas > 1:
                     tile = dataclasses.replace(tile, out_slots=1)
                 if stages == 1:
@@ -314,6 +346,8 @@ def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
     Rows are long where they have LONG_ROWS key tiles of 128. Under a causal-like mask, with at least as many queries as keys, half of the
     keys count.
     """
+    if plan.float8:
+        return tuple(dict.fromkeys((*FLOAT8_RINGS, *RINGS[size])))
     if size != 128 or plan.score is not None or parts_of(plan) > 1:
         return RINGS[size]
     causal = dq_order.is_triangle(plan) and plan.q_len >= plan.kv_len
@@ -349,6 +383,14 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     alternating and prefetching above size 64, and the reverse everywhere.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
+    if plan.float8:  # the softmax beside P V would take the registers that the product is added from
+        return {
+            **scheduler,
+            "overlap": False,
+            "ping_pong": groups == 2,
+            "prefetch_key_barrier": True,
+            "reverse_kv": plan.score is not None,
+        }
     static = static_reference(plan) is not None
     scored = plan.score is not None and not static
     if size == 64:

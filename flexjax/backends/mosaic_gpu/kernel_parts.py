@@ -371,7 +371,7 @@ def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
 
 
 def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    """Plan and operands with the extra features of queries and keys, in the plan's dtype, appended to the head dim.
+    """Plan and operands with the extra features of queries and keys, in the dtype of these, appended to the head dim.
 
     Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key
     head that serves several adjacent key heads are repeated. The new plan and operands have no extra features. Without
@@ -381,7 +381,7 @@ def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operan
         return plan, operands
     heads = 2 if plan.layout == "BTNH" else 1
     repeated = jnp.repeat(operands.key_extra, plan.kv_heads // plan.extra_heads, axis=heads)
-    query = jnp.concatenate([operands.query, operands.query_extra.astype(plan.dtype)], axis=-1)
-    key = jnp.concatenate([operands.key, repeated.astype(plan.dtype)], axis=-1)
+    query = jnp.concatenate([operands.query, operands.query_extra.astype(plan.input_dtype)], axis=-1)
+    key = jnp.concatenate([operands.key, repeated.astype(plan.input_dtype)], axis=-1)
     joined = dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0, extra_heads=0)
     return joined, operands._replace(query=query, key=key, query_extra=None, key_extra=None)

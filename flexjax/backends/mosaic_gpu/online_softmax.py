@@ -83,6 +83,11 @@ class OnlineSoftmax:
     whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its weights to those
                    of this pass (tile_math.py)
     row_scaled     exponents of large scores are one FMA each, of the scale of their row (row_scales.py). Only with `large_scores`
+    rise           powers of two by which the maximum may exceed the one that a reference follows, under `lazy_rescale`
+    below          powers of two by which references lie below the maximum that they follow (float8_products.py). Row maxima are then no
+                   result
+    sums           the exponentials are summed here. False: P V sums them (float8_products.py), and the caller gives `finish` a state with
+                   the sum
     """
 
     shape: tuple[int, int]
@@ -94,6 +99,9 @@ class OnlineSoftmax:
     program: Program | None = None
     whole_powers: bool = False
     row_scaled: bool = False
+    rise: float = RESCALE_THRESHOLD
+    below: float = 0.0
+    sums: bool = True
 
     def _row_vector(self, value: float) -> jax.Array:
         """The row vector, [rows] float32, whose elements are all `value`."""
@@ -132,7 +140,7 @@ class OnlineSoftmax:
             if scores.row_term is not None and scores.offset is not None:
                 shift = shift - (scores.row_term + scores.offset) * f32(LOG2E)
             p = self._exponentials(scores, log2_factor, shift)
-            return p, self.no_rescale, State(state.base, state.total + thread_tiles.partial_row_sums(p, self.interpret))
+            return p, self.no_rescale, State(state.base, self._total(state, p, None))
         largest = thread_tiles.maximum_by_column(scores.tile, self.interpret)
         if (
             scores.narrow_factor is not None
@@ -150,8 +158,16 @@ class OnlineSoftmax:
         if scores.row_term is not None and self.whole_powers:
             shift = shift - self._fraction(scores.row_term)
         p = self._exponentials(scores, log2_factor, shift)
-        total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
-        return p, rescale, State(base, total)
+        return p, rescale, State(base, self._total(state, p, rescale))
+
+    def _total(self, state: State, p: jax.Array, rescale: Rescale | None) -> jax.Array:
+        """The sum of the exponentials after a tile, [rows]: that of `state`, before the tile, made relative to the reference after it, and the
+        sums of the tile's exponentials `p`. Without `sums` that of `state`.
+        """
+        if not self.sums:
+            return state.total
+        before = state.total if rescale is None else state.total * rescale.factor
+        return before + thread_tiles.partial_row_sums(p, self.interpret)
 
     def _fraction(self, row_term: jax.Array) -> jax.Array:
         """[rows], from -1 to 0: `row_term` * log2(e) less that number rounded up, and 0 where it is infinite or NaN. With `whole_powers` it is
@@ -180,8 +196,7 @@ class OnlineSoftmax:
             spread = registers.broadcast_vector(base, "row", self.shape)
             x = tile_math.large_distance(self.program, tile, spread) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
-        total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
-        return p, rescale, State(base, total)
+        return p, rescale, State(base, self._total(state, p, rescale))
 
     def _follow_maximum(
         self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, base: jax.Array
@@ -193,12 +208,15 @@ class OnlineSoftmax:
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
 
-        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by more than
-        RESCALE_THRESHOLD powers of two. Without, it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to
+        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by more than `rise` powers
+        of two. "The maximum" is here the maximum less `below`. Without, it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to
         `thread_tiles.whole_power` of the maximum instead.
         """
+        unit = LN2 if self.large_scores else 1.0
+        if self.below:
+            offset = jnp.float32(-self.below * unit) if offset is None else offset - f32(self.below * unit)
         if self.lazy_rescale:
-            threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
+            threshold, power = self.rise * unit, LOG2E if self.large_scores else 1.0
             top, factor, needed = thread_tiles.follow_maximum(
                 largest, log2_factor, offset, base, threshold, self.interpret, power, self.whole_powers, self.row_scaled
             )

@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a CTA may use on Hopper."""
 RESERVED = 1024
 """Bytes that `scratch_bytes` adds for barriers, 8 bytes each, and for the alignment of small arrays."""
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int8": 1}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int8": 1, "float8_e4m3fn": 1}
 
 Part = typing.TypeVar("Part")
 """What a field of a kernel's Inputs, Outputs or Scratch holds: a description or an array outside the kernel, a Ref inside."""

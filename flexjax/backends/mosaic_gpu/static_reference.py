@@ -27,7 +27,7 @@ def static_reference(plan: KernelPlan) -> float | None:
     where scores may be too large to scale, where inputs are not bfloat16 (float16 has too short an exponent for the
     probabilities), and where the plan's result includes the row maxima. An integer where both passes round weights alike.
     """
-    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
+    if plan.score is None or plan.max_scores or plan.float8 or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None
     ((low, high),) = bounds(plan.score)
     if not (high - low) / 2 * LOG2E <= MAX_DISTANCE:  # also where a bound is infinite or NaN

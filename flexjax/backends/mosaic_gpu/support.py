@@ -22,6 +22,7 @@ from flexjax.backends.mosaic_gpu import (
     decode_sm80_tiles,
     decode_tiles,
     describe_kernels,
+    float8_support,
     forward_sm80_tiles,
     forward_sm100_tiles,
     forward_tiles,
@@ -63,6 +64,9 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return _refuses_pages(plan, target, version or jax.__version_info__[:3])
     reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
     reason = reason or _refuses_origin(plan)
+    if reason is None and plan.float8:
+        reason = choose_kernel.refuses_device(target, plan.options)
+        reason = reason or float8_support.refuses(plan, choose_kernel.mma_card(target, plan.options))
     if reason is not None:
         return reason
     given, plan = plan, _kernel_plan(plan)

@@ -56,6 +56,7 @@ from flexjax.backends.mosaic_gpu.registers import (
 
 PERIOD = 8
 """Columns after which the columns that a thread holds repeat; a narrow tile has as many."""
+LANES_OF_ROW = 4
 LANE_DISTANCES = (1, 2)
 """Exchanging with the lanes at these distances (XOR of lane numbers) reduces over the four lanes that hold a row."""
 
@@ -560,6 +561,11 @@ def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
         return assemble(lowered(ROW), row.shape, items(), None)
 
     return join(row)
+
+
+def shared_by_lanes(row: jax.Array, interpret: bool) -> jax.Array:
+    """[rows]: what `sum_lanes` makes `row` of, where all four lanes that hold a row have its number: a quarter of it."""
+    return row if interpret else row * np.float32(1 / LANES_OF_ROW)
 
 
 def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret: bool) -> jax.Array:

@@ -5,6 +5,8 @@ more hidden entries at the edges of a mask, so it pays where the visited blocks 
 causal and prefix masks and wide windows, not narrow ones. LOG.md has the measurements.
 
 160 registers a thread hold a second loop, for masked steps, only if the mask captures nothing and nothing else changes scores.
+
+With products of float8 the softmax does not run beside P V, which leaves registers for any program, at head dims up to 128 (FLOAT8_SPEED).
 """
 
 import functools
@@ -12,6 +14,7 @@ import functools
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import utilization
 from flexjax.block_mask.classify import BlockedMask, classify_on_host
+from flexjax.ir.program import classify_load
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.plan.known_lists import MOST_BLOCKS
 from flexjax.trace.lift_numpy import eager_without_mesh
@@ -20,6 +23,8 @@ SPEED, SPEED_UNDER_MASK = 1.12, 1.16
 """Measured speed of three groups relative to two for visited entries, where both fill the GPU, without and with a mask. With one, relative
 times were 0.88 for a causal mask of 8192 tokens (1.03 times the entries), 0.97 for one of 2048 (1.11), 1.00 for a window of 1025 keys (1.12)
 and 1.20 for a window of 256 (1.34)."""
+FLOAT8_SPEED = 1.12
+"""The same for products of float8 at head dim 128, full and causal."""
 BLOCK = (192, 128)
 """(queries, keys) of the mask blocks that three consumer warpgroups visit."""
 
@@ -31,16 +36,18 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
     staged_dtype   of the array that goes through shared memory; None: none does
 
     Only at size 64 with nothing staged, never for P in several parts or with dropout, with a score_mod only in whole tiles of 128 keys, and
-    with a mask_mod only `under_mask`.
+    with a mask_mod only `under_mask`. For float8 only at size 128 with nothing staged, and with a score_mod that loads no element for each
+    query and key, which two groups do faster.
     """
-    if parts_of(plan) > 1 or size != 64 or staged_dtype is not None or plan.dropout is not None:
+    if parts_of(plan) > 1 or size != _columns(plan) or staged_dtype is not None:
         return False
-    if (
-        plan.kv_len % 128 and plan.score is not None
-    ):  # the last tile needs a second loop, which 160 registers may not hold
-        return False
+    if plan.float8:
+        if plan.score is not None and any(classify_load(x).kind in ("diagonal", "tile") for x in plan.score.loads):
+            return False
+    elif plan.dropout is not None or (plan.kv_len % 128 and plan.score is not None):
+        return False  # the last tile needs a second loop, which 160 registers may not hold
     if plan.mask is None:
-        return SPEED * utilization(plan, 192) > utilization(plan, 128)
+        return _speed(plan) * utilization(plan, 192) > utilization(plan, 128)
     if not under_mask(plan):
         return False
     assert plan.blocks is not None
@@ -48,23 +55,24 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
     tall, square = (_visited(BlockedMask(plan.mask, heads, (*lengths, rows, BLOCK[1]))) for rows in (BLOCK[0], 128))
     if tall is None or square is None:
         return False
-    return SPEED_UNDER_MASK * square * utilization(plan, 192) > tall * utilization(plan, 128)
+    return _speed(plan) * square * utilization(plan, 192) > tall * utilization(plan, 128)
 
 
 def mask_blocks(plan: KernelPlan) -> tuple[int, int] | None:
     """BLOCK where three consumer warpgroups run under the plan's mask_mod, because they are faster or the options ask for their block_q; None
     elsewhere: the kernel then visits the mask's own blocks.
     """
-    small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= 64
+    columns = _columns(plan)
+    small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= columns
     if not small or not under_mask(plan):
         return None
-    return BLOCK if plan.options.block_q == BLOCK[0] or three_groups_are_faster(plan, 64, None) else None
+    return BLOCK if plan.options.block_q == BLOCK[0] or three_groups_are_faster(plan, columns, None) else None
 
 
 def under_mask(plan: KernelPlan) -> bool:
     """Whether three consumer warpgroups may run under the plan's mask_mod: with a block mask that is not from user lists, without
-    score_mod, dropout, lengths, pages and an origin, where mask_mod captures nothing, the plan is no partial one, and the options set no
-    instruction, no other block_q or block_kv than BLOCK and at most three stages. Head dims are checked by the callers.
+    lengths, pages and an origin and, but for float8, score_mod and dropout, where mask_mod captures nothing, the plan is no partial one,
+    and the options set no instruction, no other block_q or block_kv than BLOCK and at most three stages. Head dims are checked by the callers.
     """
     mask, blocks, options = plan.mask, plan.blocks, plan.options
     if mask is None or blocks is None or mask.loads or blocks.from_user_lists:
@@ -73,8 +81,18 @@ def under_mask(plan: KernelPlan) -> bool:
         return False
     if options.num_stages not in (None, 2, 3):  # more slots have no named barriers beside three groups
         return False
-    plain = plan.score is None and plan.dropout is None and plan.origin is None and plan.page == 0
-    return plain and not plan.partial and not any(plan.lengths)
+    plain = plan.float8 or (plan.score is None and plan.dropout is None)
+    return plain and plan.origin is None and plan.page == 0 and not plan.partial and not any(plan.lengths)
+
+
+def _columns(plan: KernelPlan) -> int:
+    """The larger head dim, rounded up to a key of forward_tiles.RINGS, at which three consumer warpgroups may run."""
+    return 128 if plan.float8 else 64
+
+
+def _speed(plan: KernelPlan) -> float:
+    """The speed of three groups relative to two for visited entries."""
+    return FLOAT8_SPEED if plan.float8 else SPEED if plan.mask is None else SPEED_UNDER_MASK
 
 
 @functools.lru_cache(maxsize=512)

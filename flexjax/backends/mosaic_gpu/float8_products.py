@@ -1,0 +1,132 @@
+"""The products of float8 in the forward kernel for Hopper: what their operands look like, and the softmax weights as one of them.
+
+    S = Q K^T     both operands from shared memory, as for 16 bits: [tokens, head dim]
+    O = P V       P from registers, V from shared memory as [value dim, keys]: WGMMA transposes no operands of 8 bits
+
+A thread holds other columns of an accumulator (S) than of a left operand of 8 bits (P). Of every 16 keys the first thread of a row has
+
+    keys 0 1 8 9      of S
+    columns 0 1 2 3   of P
+
+and likewise the other three. So a thread puts its four numbers into one word, and V has its keys in the order of P's columns: the copy that
+makes V key-major (`key_major`) also exchanges keys among 16. Nothing moves between threads.
+
+Where tiles of V have columns of ones (`ForwardTile.sum_columns`), which the kernel writes once to each slot of shared memory
+(`write_ones`), P V has the sums of the rounded weights there. Dividing by these, what rounding
+takes from a weight that outweighs the others cancels; and no thread adds weights.
+
+WGMMA adds products of float8 with about 14 bits and cuts off the rest: thousands of weights that add to one number lose percents of it. So
+it adds those of one tile of keys, and the tiles are added in float32. Hopper alone is known to do this.
+
+Weights are rounded to float8, whose largest number is 448 and whose smallest normal number is 2^-6. References of the softmax therefore
+lie LIFT powers of two below the maximum (online_softmax.py): the largest weight of a row is at least 2^LIFT and, because a reference rises
+where a maximum exceeds it by more than RISE, at most 448.
+"""
+
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from flexjax.backends.mosaic_gpu.allocation import swizzled
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.registers import TILE, element, lowered, positions_of
+from flexjax.plan.kernel_plan import FLOAT8
+
+LIFT = 7.0
+"""Powers of two from the reference of a row up to its maximum."""
+RISE = math.log2(float(jnp.finfo(jnp.float8_e4m3fn).max)) - LIFT
+"""Powers of two by which a maximum may exceed the one that the reference follows: weights stay below the largest float8."""
+GROUP = 16
+"""Keys among which the order of P's columns differs from that of S's."""
+WORD = (0, 1, 8, 9)
+"""The keys, counted from the first, whose weights a thread puts into a word."""
+TILE_KEYS = 128
+"""Keys of the longest row of V in shared memory that is swizzled as a whole; the keys of a key-major V are a multiple."""
+FOUR_ONES = 0x38383838
+"""Four times 1 in float8."""
+THREADS = 128
+"""Of a warpgroup."""
+BYTES = plgpu.Layout.WGMMA_8BIT
+
+
+def key_major(value: jax.Array, layout: str) -> jax.Array:
+    """The values as the kernel reads them, [B, M, E, S]: key 16 a + 8 u + 2 j + w is at place 16 a + 4 j + 2 u + w, for u and w below 2 and j
+    below 4. S is rounded up to a multiple of TILE_KEYS by zeros.
+
+    value   float8 [B, S, M, E] (`layout` "BTNH") or [B, M, S, E]
+    """
+    value = value if layout == "BNTH" else jnp.swapaxes(value, 1, 2)
+    if (
+        value.shape[2] % TILE_KEYS
+    ):  # apart from what follows: XLA's transposition of a padded array takes many times as long
+        value = jnp.pad(value, ((0, 0), (0, 0), (0, -value.shape[2] % TILE_KEYS), (0, 0)))
+        value = lax.optimization_barrier(value)
+    batch, heads, keys, dim = value.shape
+    value = value.reshape(batch, heads, keys // GROUP, 2, 4, 2, dim)
+    return value.transpose(0, 1, 6, 2, 4, 3, 5).reshape(batch, heads, dim, keys)
+
+
+def write_ones(target: Ref, interpret: bool) -> None:
+    """Writes ones to the last columns of a tile of values in shared memory. The whole warpgroup calls it, and fences before WGMMA reads them.
+
+    target   [8, keys] float8, swizzled. Its bytes are contiguous and all the same, so that their order does not matter
+    """
+    rows, keys = target.shape
+    if interpret:
+        target[...] = jnp.ones((rows, keys), jnp.dtype(FLOAT8))
+        return
+
+    @inline_mgpu(plgpu.RefType(swizzled(keys, 1)))
+    def fill(memory: ir.Value) -> None:
+        """Stores one thread's words, neighbouring threads' beside each other."""
+        i32 = ir.IntegerType.get_signless(32)
+        base, thread = mgpu_utils.memref_ptr(memory), arith.remui(mgpu_utils.thread_idx(), mgpu.c(THREADS, i32))
+        for first in range(0, rows * keys // 4, THREADS):
+            word = arith.addi(thread, mgpu.c(first, i32))
+            llvm.store(mgpu.c(FOUR_ONES, i32), mgpu_utils.getelementptr(base, [word], i32))
+
+    fill(target)
+
+
+def weights(p: jax.Array, interpret: bool) -> jax.Array:
+    """The weights of a tile, [rows, keys] float32 up to 448, as the left operand of P V: float8, with their columns in the order of
+    `key_major`. One conversion for two numbers.
+    """
+    rows, keys = p.shape
+    if interpret:
+        groups = p.reshape(rows, keys // GROUP, 2, 4, 2)
+        return groups.transpose(0, 1, 3, 2, 4).reshape(rows, keys).astype(jnp.float8_e4m3fn)
+
+    @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(p.shape, jnp.dtype(FLOAT8), layout=BYTES))
+    def convert(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the operand, from its registers of the tile (`array`)."""
+        layout = lowered(BYTES)
+        word, four = ir.IntegerType.get_signless(32), ir.VectorType.get((len(WORD),), ir.Float8E4M3FNType.get())
+        found = {
+            at: element(array.registers[register], item)
+            for register, item, at in positions_of(lowered(TILE), p.shape).constants
+        }
+        registers = np.empty(tuple(layout.registers_shape(p.shape)), dtype=object)
+        for register, item, (row, column) in positions_of(layout, p.shape).constants:
+            if item:
+                continue
+            packed = llvm.inline_asm(
+                word,
+                [found[row, column + key] for key in WORD],
+                "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+                "mov.b32 $0, {lo, hi}; }",
+                "=r,f,f,f,f",
+            )
+            registers[register] = mgpu_utils.bitcast(typing.cast(ir.Value, packed), four)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return convert(p)

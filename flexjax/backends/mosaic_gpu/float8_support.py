@@ -1,0 +1,39 @@
+"""Which calls on float8 the kernels multiply as float8; for others the same call in bfloat16 is asked for (plan/float8.py).
+
+Nothing here imports Mosaic.
+"""
+
+from flexjax.backends.mosaic_gpu import choose_kernel
+from flexjax.backends.mosaic_gpu.columns import ctas_of
+from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS
+from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.plan.float8 import widened_plan
+from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
+
+SMALL_DIM = 64
+OUT_COLUMNS = 64
+"""Columns of the part of an output that leaves in one copy, of which the tiles of the output have whole parts."""
+
+
+def refuses(plan: KernelPlan, card: Card | None) -> str | None:
+    """Why no kernel multiplies the float8 operands of a plan with `float8` as they are, in a sentence; None if one does.
+
+    card   that of `choose_kernel.mma_card`; None: the kernels for Hopper run
+
+    Refused are other kernels than that for Hopper, calls that the decode kernel runs, head dims up to SMALL_DIM, where exponentials and not
+    products take the time, head dims whose columns two CTAs share, and row maxima, which float8 references do not follow.
+    """
+    if card is not None:
+        return f"Only the kernel for Hopper multiplies {FLOAT8}."
+    if choose_kernel.decode_kernel(widened_plan(plan)) is not None:
+        return f"The decode kernel, for few queries, does not multiply {FLOAT8}."
+    dims = plan.head_dim + plan.extra_dim, plan.value_dim
+    if max(dims) <= SMALL_DIM:
+        return f"At head dims up to {SMALL_DIM} products of {FLOAT8} are not faster than those of bfloat16."
+    if ctas_of(plan) > 1:
+        return f"Head dims {plan.head_dim} and {plan.value_dim} take two CTAs, which do not multiply {FLOAT8}."
+    if plan.value_dim > FLOAT8_COLUMNS and plan.value_dim % OUT_COLUMNS:
+        return f"The head dim of value is {plan.value_dim}; above {FLOAT8_COLUMNS} the products of {FLOAT8} take multiples of {OUT_COLUMNS}."
+    if plan.max_scores:
+        return f"The kernel that multiplies {FLOAT8} does not return max_scores."
+    return None

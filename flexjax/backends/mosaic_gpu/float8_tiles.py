@@ -1,0 +1,26 @@
+"""The parts of a forward tile that only float8 has (float8_products.py): its rings, and the columns in which P V is summed.
+
+Nothing here imports Mosaic.
+"""
+
+from flexjax.ir.program import UNIFORM, axes_of
+from flexjax.plan.kernel_plan import KernelPlan
+
+FLOAT8_RINGS = ((2, 2, 2), (3, 3, 2))
+"""The rings of float8 operands, which are half as large, before those of RINGS."""
+FLOAT8_COLUMNS = 128
+"""Columns of a product of float8 with the values."""
+SUM_COLUMNS = 8
+"""The fewest columns that WGMMA adds."""
+
+
+def sums_by_product(plan: KernelPlan) -> bool:
+    """Whether the product with the values also sums the softmax weights of float8: where these are not multiplied by a factor that differs
+    along a row.
+    """
+    return plan.dropout is None or factor_is_uniform(plan)
+
+
+def factor_is_uniform(plan: KernelPlan) -> bool:
+    """Whether the factor of each probability (`KernelPlan.dropout`) is the same for a whole head; False without one."""
+    return plan.dropout is not None and not axes_of(plan.dropout.results[0]) - UNIFORM

@@ -1,0 +1,162 @@
+"""What float8 queries, keys and values are multiplied by: the arguments query_scales, key_scales and value_scales of a call.
+
+    score = scale * (query . key) * query_scale * key_scale      before score_mod, which sees scores of dequantised operands
+    out   = sum over keys of p * value_scale * value
+
+A scale belongs to a head, or to a head and a block of tokens. They become captured arrays of programs: those of queries and keys of the
+score program, those of values of the program of the factor of each probability (KernelPlan.dropout). So they may be traced, new values
+compile nothing, and every backend has them.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.call_arguments import Arguments
+from flexjax.check_arguments import Inputs
+from flexjax.errors import bad_argument
+from flexjax.plan.kernel_plan import FLOAT8
+from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
+from flexjax.types import ArrayArgument, ArrayOrShape, ScoreMod
+
+Array = jax.Array
+
+SMALLEST = 1e-12
+"""The smallest scale. That scales are known to be positive lets a kernel multiply by them where it scales a score to base 2."""
+NAMES = ("query_scales", "key_scales", "value_scales")
+
+
+class ScaleTable(typing.NamedTuple):
+    """The scales of one operand, float32 [B or 1, heads, blocks], each of `block` tokens.
+
+    group   query heads that one head of the operand serves
+    """
+
+    values: Array
+    block: int
+    group: int
+
+    def at(self, b: Array, h: Array, token: Array) -> Array:
+        """The scale of batch entry b, query head h and a token, a float32 scalar, at least SMALLEST."""
+        entry = b if self.values.shape[0] > 1 else 0
+        head = h // self.group if self.group > 1 else h
+        block = token // self.block if self.values.shape[2] > 1 else 0
+        return jnp.maximum(self.values[entry, head, block], SMALLEST)
+
+
+class Scales(typing.NamedTuple):
+    """The scale tables of a call's operands; None for one that is multiplied by 1."""
+
+    query: ScaleTable | None
+    key: ScaleTable | None
+    value: ScaleTable | None
+
+    def score_mod(self, score_mod: ScoreMod | None) -> ScoreMod | None:
+        """`score_mod` of the score times the scales of query and key; `score_mod` itself without such scales."""
+        query, key = self.query, self.key
+        if query is None and key is None:
+            return score_mod
+
+        def scaled(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            """What score_mod makes of the score of the dequantised query and key, or that score without score_mod."""
+            for table, token in ((query, q_idx), (key, kv_idx)):
+                score = score if table is None else score * table.at(b, h, token)
+            return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+
+        return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
+
+    def factor(self, sizes: Sizes) -> TracedMod | None:
+        """The traced program of the factor of each probability, the scale of the value; None without such scales.
+
+        sizes   (batch, query heads, query length, key length), above all indices
+        """
+        value = self.value
+        if value is None:
+            return None
+        return trace_multiplier("value_scales", lambda b, h, q_idx, kv_idx: value.at(b, h, kv_idx), sizes)
+
+
+def dequantised(arrays: tuple[Array, Array, Array], given: Arguments[ArrayArgument], layout: str) -> list[Array]:
+    """float8 query, key and value times their scales, float32, for the dense implementation.
+
+    given   the arguments of the call, whose scales `check_scales` has accepted
+    """
+    made = []
+    for x, name in zip(arrays, NAMES, strict=True):
+        scales = given.get(name)
+        x = x.astype(jnp.float32)
+        if scales is not None:
+            tokens = 1 if layout == "BTNH" else 2
+            scales = jnp.asarray(scales, jnp.float32)
+            if scales.ndim == 2:
+                scales = jnp.expand_dims(scales, tokens)
+            x = x * jnp.repeat(scales, x.shape[tokens] // scales.shape[tokens], axis=tokens)[..., None]
+        made.append(x)
+    return made
+
+
+def of_call(arguments: Arguments[ArrayOrShape], inputs: Inputs, layout: str) -> Scales:
+    """The scale tables of a call, all None where it has no scales.
+
+    Raises ValueError for scales that do not fit (`check_scales`), for float8 operands beside dropout, which is for training, and for scales beside an origin, whose indices are not those of the arrays.
+    """
+    get = arguments.get
+    given = get("query_scales"), get("key_scales"), get("value_scales")
+    scales = check_scales(given, inputs, layout)
+    if inputs.dtype == FLOAT8 and get("dropout_rate", 0.0):
+        raise bad_argument(
+            "dropout_rate", repr(get("dropout_rate")), f"0.0 for {FLOAT8} inputs, which have no gradients",
+            "Train in bfloat16.",
+        )  # fmt: skip
+    named = [name for name, x in zip(NAMES, given, strict=True) if x is not None]
+    block_mask = get("block_mask")
+    if named and (get("origin") is not None or (block_mask is not None and block_mask.origin is not None)):
+        raise bad_argument(
+            named[0], "given beside an origin", "None",
+            "Multiply the score by the scales in score_mod, whose indices the origin moves.",
+        )  # fmt: skip
+    return scales
+
+
+def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: str) -> Scales:
+    """The tables of the arguments NAMES; Scales of three None where all are None.
+
+    given    the arguments, in the order of NAMES, not checked yet: None, or floating arrays [B or 1, heads], or with a scale for each of n
+             blocks [B or 1, n, heads] (BNTH: [B or 1, heads, n]), where n divides the tokens of the operand
+    inputs   the checked arrays of the call
+
+    Raises ValueError for scales beside operands that are not float8, and for arrays that do not fit.
+    """
+    tables: list[ScaleTable | None] = []
+    heads_of = (inputs.q_heads, inputs.kv_heads, inputs.kv_heads)
+    tokens_of = (inputs.q_len, inputs.kv_len, inputs.kv_len)
+    for name, x, heads, tokens in zip(NAMES, given, heads_of, tokens_of, strict=True):
+        if x is None:
+            tables.append(None)
+            continue
+        if inputs.dtype != FLOAT8:
+            raise bad_argument(
+                name, f"given beside {inputs.dtype} arrays", f"None, or arrays of {FLOAT8}",
+                "Multiply the array itself by its scales.",
+            )  # fmt: skip
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
+        array = jnp.asarray(x)
+        by_block = array.ndim == 3
+        found = jnp.swapaxes(array, 1, 2) if by_block and layout == "BTNH" else array if by_block else array[..., None]
+        fits = array.ndim in (2, 3) and jnp.issubdtype(array.dtype, jnp.floating)
+        fits = fits and found.shape[0] in (1, inputs.batch) and found.shape[1] == heads
+        blocks = found.shape[2] if fits else 0
+        if not fits or (blocks != 1 and (blocks == 0 or tokens % blocks)):
+            shape = f"[{inputs.batch}, n, {heads}]" if layout == "BTNH" else f"[{inputs.batch}, {heads}, n]"
+            raise bad_argument(
+                name,
+                f"{array.dtype.name}{list(array.shape)}",
+                f"float32[{inputs.batch}, {heads}], a scale for each head, or float32{shape}, one for each of n blocks",
+                f"n divides the {tokens} tokens; the first dim may be 1.",
+            )
+        tables.append(ScaleTable(found.astype(jnp.float32), tokens // max(blocks, 1), inputs.q_heads // heads))
+    return Scales(*tables)

@@ -1,0 +1,200 @@
+"""float8 queries, keys and values with scales: what they stand for, on the backends that run anywhere, and what is refused."""
+
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import masks
+from flexjax.plan.kernel_plan import FLOAT8
+
+B, T, S, N, M, D, E = 2, 24, 36, 4, 2, 16, 8
+Arrays = dict[str, typing.Any]
+
+
+def arrays(layout: str = "BTNH") -> Arrays:
+    """query, key and value in `layout`."""
+    rng = np.random.default_rng(3)
+    shapes = {"query": (B, T, N, D), "key": (B, S, M, D), "value": (B, S, M, E)}
+    made = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    made = {name: x if layout == "BTNH" else jnp.swapaxes(x, 1, 2) for name, x in made.items()}
+    return {name: x.astype(FLOAT8) for name, x in made.items()}
+
+
+def scales(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).uniform(0.2, 3.0, shape), jnp.float32)
+
+
+SCALES: dict[str, Arrays] = {
+    "none": {},
+    "by head": {"query_scales": (B, N), "key_scales": (B, M), "value_scales": (B, M)},
+    "one batch entry": {"query_scales": (1, N), "key_scales": (1, M), "value_scales": (1, M)},
+    "by block": {"query_scales": (B, 3, N), "key_scales": (1, 4, M), "value_scales": (B, 6, M)},
+    "of some": {"key_scales": (B, 36, M), "value_scales": (1, M)},
+}
+
+
+def dense(given: Arrays, of: Arrays, score: typing.Callable, layout: str = "BTNH") -> np.ndarray:
+    """The attention of dequantised arrays under a causal mask, [B, T, N, E] float64, by numpy from the definition."""
+    found = []
+    for name in ("query", "key", "value"):
+        x = np.asarray(given[name]).astype(np.float64)
+        by = np.asarray(of.get(f"{name}_scales", np.ones((1, 1))), np.float64)
+        if layout == "BNTH":
+            x, by = np.swapaxes(x, 1, 2), np.swapaxes(by, 1, 2) if by.ndim == 3 else by
+        by = by if by.ndim == 3 else by[:, None]
+        x = x * np.repeat(by, x.shape[1] // by.shape[1], 1)[..., None]
+        found.append(x)
+    q, k, v = found
+    k, v = (np.repeat(x, N // M, 2) for x in (k, v))
+    s = score(np.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(D))
+    s = np.where(np.tril(np.ones((T, S), bool)), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnd->btnd", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("which", SCALES)
+def test_stands_for_itself_times_its_scales(which: str, layout: str, implementation: typing.Any) -> None:
+    of = {name: scales(shape, n) for n, (name, shape) in enumerate(SCALES[which].items())}
+    if layout == "BNTH":
+        of = {name: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x for name, x in of.items()}
+    given = arrays(layout)
+    call = lambda given, of: flexjax.flex_attention(
+        **given, **of, mask_mod=masks.causal, layout=layout, implementation=implementation,
+        score_mod=lambda s, b, h, q, k: jnp.tanh(s) + 0.1 * (k - q),
+    )  # fmt: skip
+    out = call(given, of)
+    assert out.dtype == jnp.bfloat16
+    bias = 0.1 * (np.arange(S)[None] - np.arange(T)[:, None])
+    want = dense(given, of, lambda s: np.tanh(s) + bias, layout)
+    got = np.asarray(out, np.float64) if layout == "BTNH" else np.swapaxes(np.asarray(out, np.float64), 1, 2)
+    assert np.linalg.norm(got - want) < 4e-3 * np.linalg.norm(want)  # bfloat16 rounds out by up to 2^-9
+    np.testing.assert_array_equal(np.asarray(jax.jit(call)(given, of), np.float32), np.asarray(out, np.float32))
+
+
+def test_many_calls_at_once_have_scales_of_their_own() -> None:
+    given, of = (
+        arrays(),
+        [{"query_scales": scales((B, N), n), "value_scales": scales((B, 2, M), n + 5)} for n in range(3)],
+    )
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *of)
+    call = lambda of: flexjax.flex_attention(**given, **of, mask_mod=masks.causal)
+    for n, out in enumerate(jax.vmap(call)(stacked)):
+        np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(call(of[n]), np.float32), rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_heads_that_a_mesh_splits_keep_their_scales(kind: str) -> None:
+    types = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(types[kind],) * 2)
+    given, of = arrays(), {"query_scales": scales((B, N)), "value_scales": scales((B, 6, M), 1)}
+    call = lambda given, of: flexjax.flex_attention(**given, **of, mask_mod=masks.causal)
+    want = call(given, of)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("b", None, "h"))
+    with jax.set_mesh(mesh):
+        text = jax.jit(call).lower(jax.device_put(given, split), of).compile().as_text()
+        got = jax.jit(call)(jax.device_put(given, split), of)
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-2, atol=1e-3)
+
+
+def test_new_scales_compile_nothing() -> None:
+    given, traces = arrays(), []
+
+    @jax.jit
+    def call(of: Arrays) -> jax.Array:
+        traces.append(1)
+        return flexjax.flex_attention(**given, **of)
+
+    for seed in range(3):
+        call({"key_scales": scales((B, M), seed)})
+    assert len(traces) == 1
+
+
+def test_there_are_no_gradients() -> None:
+    given = arrays()
+
+    def loss(scale: jax.Array) -> jax.Array:
+        out = flexjax.flex_attention(**given, score_mod=lambda s, b, h, q, k: s * scale)
+        return out.astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError) as caught:
+        jax.grad(loss)(jnp.float32(1))
+    assert str(caught.value) == (
+        "A call with float8_e4m3fn inputs has no gradients. Cast the inputs to bfloat16, or put jax.lax.stop_gradient around what the "
+        "call is given and what its mods capture."
+    )
+
+
+def test_the_report_says_so() -> None:
+    text = flexjax.explain(**arrays(), value_scales=scales((B, M)))
+    assert "float8_e4m3fn BTNH" in text
+    assert "value_scales" in text.splitlines()[0]
+    assert "\n  in bfloat16: xla does not multiply float8_e4m3fn.\n" in text
+    assert "backward pass: none. float8_e4m3fn inputs have no gradients." in text
+
+
+REFUSED: dict[str, tuple[Arrays, str]] = {
+    "heads": (
+        {"query_scales": jnp.ones((B, 3))},
+        "`query_scales` is float32[2, 3]; expected float32[2, 4], a scale for each head, or float32[2, n, 4], one for each of n blocks. "
+        "n divides the 24 tokens; the first dim may be 1.",
+    ),
+    "blocks": (
+        {"key_scales": jnp.ones((B, 5, M))},
+        "`key_scales` is float32[2, 5, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
+        "n divides the 36 tokens; the first dim may be 1.",
+    ),
+    "integers": (
+        {"value_scales": jnp.ones((B, M), jnp.int32)},
+        "`value_scales` is int32[2, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
+        "n divides the 36 tokens; the first dim may be 1.",
+    ),
+    "a number": (
+        {"value_scales": 2.0},
+        "`value_scales` is a float; expected an array. Pass a jax.Array or a numpy array.",
+    ),
+    "dropout": (
+        {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)},
+        "`dropout_rate` is 0.1; expected 0.0 for float8_e4m3fn inputs, which have no gradients. Train in bfloat16.",
+    ),
+    "an origin": (
+        {"query_scales": jnp.ones((B, N)), "origin": flexjax.Origin(query=4)},
+        "`query_scales` is given beside an origin; expected None. Multiply the score by the scales in score_mod, whose indices the origin "
+        "moves.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_does_not_fit_is_refused(which: str) -> None:
+    given, message = REFUSED[which]
+    with pytest.raises(ValueError, match=r"^`") as caught:
+        flexjax.flex_attention(**arrays(), **given)
+    assert str(caught.value) == message
+
+
+def test_scales_are_for_float8() -> None:
+    given = {name: x.astype(jnp.bfloat16) for name, x in arrays().items()}
+    with pytest.raises(ValueError, match=r"^`") as caught:
+        flexjax.flex_attention(**given, key_scales=jnp.ones((B, M)))
+    assert str(caught.value) == (
+        "`key_scales` is given beside bfloat16 arrays; expected None, or arrays of float8_e4m3fn. Multiply the array itself by its scales."
+    )
+
+
+def test_a_sequence_that_a_mesh_splits_is_refused() -> None:
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = flexjax.context_layout(masks.causal, 256, devices=2)
+    x = jnp.zeros((1, 256, 2, 16), FLOAT8)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"^`") as caught:
+        flexjax.flex_attention(x, x, x, mask_mod=masks.causal, context=flexjax.ContextParallel("sp", layout))
+    assert str(caught.value) == (
+        "`query` is of dtype float8_e4m3fn beside context=; expected bfloat16. Cast query, key and value."
+    )
