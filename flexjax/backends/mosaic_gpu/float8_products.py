@@ -37,7 +37,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu.allocation import swizzled
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu, pad
 from flexjax.backends.mosaic_gpu.registers import TILE, element, lowered, positions_of
 from flexjax.plan.kernel_plan import FLOAT8
 
@@ -64,12 +64,11 @@ def key_major(value: jax.Array, layout: str) -> jax.Array:
 
     value   float8 [B, S, M, E] (`layout` "BTNH") or [B, M, S, E]
     """
+    tokens = 1 if layout == "BTNH" else 2
+    missing = -value.shape[tokens] % TILE_KEYS
+    if missing:  # apart from what follows: XLA's transposition of a padded array takes many times as long
+        value = lax.optimization_barrier(pad(value, layout, value.shape[tokens] + missing, value.shape[3]))
     value = value if layout == "BNTH" else jnp.swapaxes(value, 1, 2)
-    if (
-        value.shape[2] % TILE_KEYS
-    ):  # apart from what follows: XLA's transposition of a padded array takes many times as long
-        value = jnp.pad(value, ((0, 0), (0, 0), (0, -value.shape[2] % TILE_KEYS), (0, 0)))
-        value = lax.optimization_barrier(value)
     batch, heads, keys, dim = value.shape
     value = value.reshape(batch, heads, keys // GROUP, 2, 4, 2, dim)
     return value.transpose(0, 1, 6, 2, 4, 3, 5).reshape(batch, heads, dim, keys)
