@@ -287,7 +287,7 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
     """
     lifted, split = lift_numpy(mod)
     try:
-        return Traced(jax.make_jaxpr(lifted)(*avals), split)
+        return Traced(_fresh_jaxpr(lifted, avals), split)
     except TypeError as error:
         no_array = re.search(r"returned a value of type <class '(.+)'>.* not a valid JAX type", str(error))
         if no_array:
@@ -297,9 +297,19 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
             raise
         first = error
     try:
-        return Traced(jax.make_jaxpr(mod)(*avals), {})
+        return Traced(_fresh_jaxpr(mod, avals), {})
     except TypeError:
         raise first from None
+
+
+def _fresh_jaxpr(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
+    """Calls `mod` on tracers of the types `avals`; returns its jaxpr.
+
+    JAX caches a jaxpr by the function object and would return the old one where the function reads something new: an attribute, a global
+    or an entry of a dict that was assigned since, or a tracer of another transformation. A partial is a new object each time, and JAX
+    takes the name of the function in it for errors.
+    """
+    return jax.make_jaxpr(functools.partial(mod))(*avals)
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:

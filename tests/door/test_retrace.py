@@ -173,3 +173,77 @@ def test_another_shape_compiles_and_the_first_stays(compilations: list[str]) -> 
     run(24)
     run(16)
     assert len(compilations) == before
+
+
+# ------------------------------------------------------------------ a mod that reads what was assigned since the last call
+
+
+class Reader:
+    """A score mod, a mask mod and a callable object that read `table` at each call."""
+
+    def __init__(self, table: jax.Array) -> None:
+        self.table = table
+        self.score_mod = lambda score, b, h, q_idx, kv_idx: score + self.table[kv_idx]
+        self.mask_mod = lambda b, h, q_idx, kv_idx: self.table[kv_idx] > 0
+
+    def __call__(self, score: jax.Array, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> jax.Array:
+        return score + self.table[kv_idx]
+
+
+def attend(**arguments: Callable) -> jax.Array:
+    return flexjax.flex_attention(*qkv(), **arguments)
+
+
+@pytest.mark.parametrize("how", some_slow(["attribute", "object", "mask"], ["object"]))
+def test_another_array_under_the_same_name_is_read(how: str) -> None:
+    reader = Reader(jnp.ones(T))
+    given = {"attribute": {"score_mod": reader.score_mod}, "object": {"score_mod": reader}}
+    run = lambda reader=reader: attend(**given.get(how, {"mask_mod": reader.mask_mod}))
+    run()
+    reader.table = jnp.sin(jnp.arange(T)) - 0.1
+    fresh = Reader(reader.table)
+    wanted = attend(mask_mod=fresh.mask_mod) if how == "mask" else attend(score_mod=fresh.score_mod)
+    np.testing.assert_array_equal(run(), wanted)
+
+
+def test_gradients_reach_an_array_that_is_assigned_for_each_call() -> None:
+    """First in a gradient, whose tracers are gone at the next call, and again after a call with an array."""
+    reader = Reader(values(0)[:T])
+
+    def loss(table: jax.Array) -> jax.Array:
+        reader.table = table
+        return (attend(score_mod=reader.score_mod) ** 2).sum()
+
+    direct = lambda table: (attend(score_mod=lambda s, b, h, q, kv: s + table[kv]) ** 2).sum()
+    for seed in (1, 2):
+        table = values(seed)[:T]
+        np.testing.assert_array_equal(jax.grad(loss)(table), jax.grad(direct)(table))
+        np.testing.assert_array_equal(loss(table), direct(table))
+
+
+def test_block_masks_read_what_was_assigned() -> None:
+    reader = Reader(jnp.ones(T))
+    build = lambda: flexjax.create_block_mask(reader.mask_mod, None, None, T, T, block_size=8)
+    assert build().full_kv_num_blocks.tolist() == [[[3, 3, 3]]]
+    reader.table = (jnp.arange(T) < 8).astype(jnp.float32)
+    assert build().full_kv_num_blocks.tolist() == [[[1, 1, 1]]]
+
+
+def test_explain_reads_what_was_assigned() -> None:
+    numbers = {"slope": 0.25}
+    mod = lambda score, b, h, q_idx, kv_idx: score - numbers["slope"] * kv_idx
+    explain = lambda: flexjax.explain(*qkv(), score_mod=mod)
+    assert "0.25" in explain()
+    numbers["slope"] = 0.375
+    assert "0.375" in explain()
+    assert "0.25" not in explain()
+
+
+def test_an_assigned_array_compiles_nothing(compilations: list[str]) -> None:
+    reader = Reader(values(0)[:T])
+    drawn = [values(seed)[:T] for seed in range(3)]
+    jax.block_until_ready(attend(score_mod=reader.score_mod))
+    before = len(compilations)
+    for reader.table in drawn:
+        jax.block_until_ready(attend(score_mod=reader.score_mod))
+    assert len(compilations) == before

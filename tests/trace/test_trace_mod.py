@@ -267,6 +267,31 @@ def test_tracers_of_an_outer_transformation_are_operands(name: str) -> None:
     np.testing.assert_allclose(got, wanted[name], rtol=1e-5)
 
 
+# ------------------------------------------------------------------ a mod that reads what was assigned since it was traced
+
+NUMBER = 2.0
+
+
+def reads_a_global(s, b, h, q, k):
+    return s * NUMBER
+
+
+def test_a_mod_is_called_for_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would return the jaxpr that it made of the same function object."""
+    entries, box = {"n": 2.0}, types.SimpleNamespace(n=jnp.full(5, 2.0))
+    mods_of = {
+        "global": (reads_a_global, lambda: monkeypatch.setitem(globals(), "NUMBER", 3.0)),
+        "entry": (lambda s, b, h, q, k: s * entries["n"], lambda: entries.update(n=3.0)),
+        "attribute": (lambda s, b, h, q, k: s * box.n[k], lambda: setattr(box, "n", jnp.full(5, 3.0))),
+    }
+    for name, (mod, assign) in mods_of.items():
+        for factor in (2.0, 3.0):
+            if factor == 3.0:
+                assign()
+            traced = trace_score_mod(mod, SIZES)
+            assert call_program(traced.program, traced.arrays, (0, 0, 0, 0), jnp.float32(5)) == 5 * factor, name
+
+
 # ------------------------------------------------------------------ the key
 
 
