@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, stacklevel_of_user
 from flexjax.plan.kernel_plan import FLOAT8, Lengths
 from flexjax.types import AuxRequest, KernelOptions
 
@@ -151,9 +151,9 @@ def _warn_of_swapped_axes(query: Array, layout: str) -> None:
     if layout == "BTNH" and 1 < query.shape[1] < query.shape[2] and query.shape[2] > MOST_HEADS:
         warnings.warn(
             f'`query` has shape {query.shape}, which layout "BTNH" reads as {query.shape[1]} tokens and {query.shape[2]} heads. '
-            'If it is [batch, heads, tokens, dim], as in torch, pass layout="BNTH".',
+            'If it is [batch, heads, tokens, dim], as in torch, swap dims 1 and 2 or pass layout="BNTH" to flex_attention.',
             UserWarning,
-            stacklevel=5,
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -223,7 +223,9 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
             "Make them agree." + mixed,
         )
     n, m = sizes["q_heads"], sizes["kv_heads"]
-    counts = f"In layout {layout} dim {2 if layout == 'BTNH' else 1} counts heads; pass layout= if yours is the other."
+    dim = 2 if layout == "BTNH" else 1
+    # dot_product_attention and the adapters, which have no layout=, raise this too
+    counts = f"In layout {layout} dim {dim} counts heads; if yours is the other, swap dims 1 and 2 or pass layout= to flex_attention."
     if n == 0:
         raise bad_argument("query", f"of shape {q.shape} without heads", "at least one head", counts)
     if m == 0 or n % m:

@@ -54,7 +54,9 @@ OPTIONS = (
     "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, cta_pairs, deterministic, interpret"
 )
 NAMES = "'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference'"
-COUNTS = "In layout BTNH dim 2 counts heads; pass layout= if yours is the other."
+COUNTS = (
+    "In layout BTNH dim 2 counts heads; if yours is the other, swap dims 1 and 2 or pass layout= to flex_attention."
+)
 typed = lambda count: jax.random.split(jax.random.key(0), count)
 by_batch = lambda b, h, q, kv: q + b >= kv
 by_head = lambda b, h, q, kv: q + h >= kv
@@ -78,7 +80,7 @@ CALLS = [
     Bad("value_in_the_other_layout", lambda a: attend(a, v=jnp.swapaxes(a["v"], 1, 2)), "`value` is of shape (2, 2, 10, 8); expected the tokens and heads of key, (10, 2). Make them agree. Both are read in layout BTNH; is one of them in the other?"),
     Bad("group", lambda a: attend(a, q=a["q"][:, :, :3]), "`key` is of shape (2, 10, 2, 8) with 2 heads; expected a number of heads that divides query's 3. " + COUNTS),
     Bad("bnth_as_btnh", lambda a: attend(a, **{n: jnp.swapaxes(a[n], 1, 2) for n in "qkv"}), "`key` is of shape (2, 2, 10, 8) with 10 heads; expected a number of heads that divides query's 6. " + COUNTS),
-    Bad("btnh_as_bnth", lambda a: attend(a, layout="BNTH"), "`key` is of shape (2, 10, 2, 8) with 10 heads; expected a number of heads that divides query's 6. In layout BNTH dim 1 counts heads; pass layout= if yours is the other."),
+    Bad("btnh_as_bnth", lambda a: attend(a, layout="BNTH"), "`key` is of shape (2, 10, 2, 8) with 10 heads; expected a number of heads that divides query's 6. In layout BNTH dim 1 counts heads; if yours is the other, swap dims 1 and 2 or pass layout= to flex_attention."),
     Bad("no_query_heads", lambda a: attend(a, q=a["q"][:, :, :0]), "`query` is of shape (2, 6, 0, 8) without heads; expected at least one head. " + COUNTS),
     Bad("no_key_heads", lambda a: attend(a, k=a["k"][:, :, :0], v=a["v"][:, :, :0]), "`key` is of shape (2, 10, 0, 8) with 0 heads; expected a number of heads that divides query's 4. " + COUNTS),
     # ---- sinks and extra features
@@ -309,10 +311,12 @@ def test_arrays_of_more_heads_than_tokens_are_warned_of():
     torch_like = jax.ShapeDtypeStruct((2, 8, 1024, 64), np.float32)
     message = (
         '`query` has shape (2, 8, 1024, 64), which layout "BTNH" reads as 8 tokens and 1024 heads. If it is [batch, heads, '
-        'tokens, dim], as in torch, pass layout="BNTH".'
+        'tokens, dim], as in torch, swap dims 1 and 2 or pass layout="BNTH" to flex_attention.'
     )
-    with pytest.warns(UserWarning, match="^" + re.escape(message) + "$"):
-        jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q), torch_like)
+    for attention in (flexjax.flex_attention, flexjax.dot_product_attention):
+        with pytest.warns(UserWarning, match="^" + re.escape(message) + "$") as caught:
+            jax.eval_shape(lambda q, attention=attention: attention(q, q, q), torch_like)
+        assert [w.filename for w in caught] == [__file__], "the user's file"
     jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q, layout="BNTH"), torch_like)
     one_token = jax.ShapeDtypeStruct((2, 1, 1024, 64), np.float32)
     jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q), one_token)
