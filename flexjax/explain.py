@@ -39,6 +39,10 @@ from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 
 Array = jax.Array
 
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+"""Names of platforms that `device` of explain may be, whether or not this process has such a device. That of the default device, which a
+plugin of jax may bring, is one too."""
+
 
 class ExplainArguments(Arguments[ArrayOrShape], total=False):
     """The keywords that `explain` takes: those of flex_attention, and `cu_q_lens` and `shared`, which only paged_attention has."""
@@ -205,11 +209,11 @@ def _target(device: Device | str | None) -> Target:
     """
     if device is None:
         return targets.default()
-    if isinstance(device, str):
-        return targets.of_platform(device)
-    if not hasattr(device, "device_kind"):
-        raise bad_argument("device", repr(device), "a jax.Device, a platform or None", "For example 'tpu'.")
-    return targets.of_device(device)
+    known_name = isinstance(device, str) and device in (*PLATFORMS, jax.default_backend())
+    if not known_name and not hasattr(device, "device_kind"):
+        platforms = ", ".join(map(repr, PLATFORMS))
+        raise bad_argument("device", repr(device), "a jax.Device, a platform or None", f"Platforms are {platforms}.")
+    return targets.of_platform(device) if isinstance(device, str) else targets.of_device(device)
 
 
 def _text(

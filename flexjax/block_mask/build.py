@@ -55,6 +55,10 @@ def from_mask_mod(
     Raises ValueError for arguments that do not fit, and for a mask_mod that cannot be traced (ModError).
     """
     check_callable("mask_mod", mask_mod, MASK_ARGUMENTS)  # before lengths, which a mask may stand in the place of
+    if not isinstance(exact, bool | np.bool_ | None):
+        raise bad_argument(
+            "exact", repr(exact), "True, False or None", "None evaluates entries where that is little work."
+        )
     batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))

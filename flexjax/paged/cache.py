@@ -90,7 +90,8 @@ def empty(
     for name, number in (("P", P), ("M", M), ("D", D), ("E", value_dim)):
         check_positive(name, number)
     check_page("page", page)
-    name = jnp.dtype(dtype).name
+    # numpy reads None as float64
+    name = "None" if dtype is None else jnp.dtype(dtype).name
     if name not in (*PLAIN, *LARGEST):
         raise bad_argument("dtype", name, "one of " + ", ".join((*PLAIN, *LARGEST)), "Store the cache in one of these.")
     key, value = jnp.zeros((P, page, M, D), name), jnp.zeros((P, page, M, value_dim), name)

@@ -135,6 +135,8 @@ ERRORS = [
      "`page` is 12; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
     (lambda: paged.empty(2, 8, M, D, dtype="int32"),
      f"`dtype` is int32; expected one of {DTYPES}. Store the cache in one of these."),
+    (lambda: paged.empty(2, 8, M, D, dtype=None),
+     f"`dtype` is None; expected one of {DTYPES}. Store the cache in one of these."),
     (lambda: paged.empty(2, 8, M, D, dtype="float32", scales=1.0),
      "`scales` is given; expected None for float32. Only int8 and float8_e4m3fn pools have scales."),
     (lambda: paged.empty(2, 8, M, D, dtype="int8", scales=jnp.ones(3)),

@@ -346,6 +346,9 @@ def test_explain_names_who_runs_each_pass() -> None:
         "these lengths, more than 8 MiB.",
     ]
     assert "runs on: xla" in flexjax.explain(x, x, x, device="cpu")
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
-        flexjax.explain(x, x, x, device=3)
-    assert str(caught.value) == "`device` is 3; expected a jax.Device, a platform or None. For example 'tpu'."
+    for device in (3, "gpuu", "TPU"):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+            flexjax.explain(x, x, x, device=device)  # type: ignore[arg-type]
+        assert str(caught.value) == (
+            f"`device` is {device!r}; expected a jax.Device, a platform or None. Platforms are 'cpu', 'gpu', 'cuda', 'rocm', 'tpu'."
+        )
