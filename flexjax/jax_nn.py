@@ -90,16 +90,18 @@ def dot_product_attention(
     is_causal                hides keys after the query position
     query_seq_lengths        int [B]: queries past their length do not exist and give 0
     key_value_seq_lengths    int [B]: keys past their length do not exist, whatever their slots hold
-    local_window_size        (left, right): keys from query - left to query + right; one number for both sides. Negative numbers
-                             leave out the query's own position. Jax scalars may be traced and compile nothing
+    local_window_size        (left, right): keys from query - left to query + right; one integer for both sides. Negative
+                             numbers leave out the query's own position; fractions of a pair are rounded down. Jax scalars may be
+                             traced and compile nothing
     implementation           as in flex_attention; there is no 'cudnn'
     return_residual          also return the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
     Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit.
 
     Three results differ from those of jax.nn. A query whose keys are all hidden gives 0, logsumexp -inf and zero gradients, as
-    elsewhere in flexjax; jax.nn gives it the mean of all values. Integer inputs are refused; jax.nn rounds their probabilities
-    to integers. The softmax of float64 inputs is float64 here and float32 there.
+    elsewhere in flexjax; jax.nn gives it the mean of the values that the mask hides, or NaN where a bias of -inf hides all keys.
+    Integer inputs are refused; jax.nn rounds their probabilities to integers. The softmax of float64 inputs is float64 here and
+    float32 there.
     """
     query = jnp.asarray(query)
     q, k, v = (_four_axes(name, jnp.asarray(x)) for name, x in (("query", query), ("key", key), ("value", value)))
@@ -183,16 +185,20 @@ UNBOUNDED = 2**30
 def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
     """The mask mod of the argument local_window_size: True for keys from q_idx - left to q_idx + right, both included.
 
-    size   (left, right) in tokens, or one number for both
+    size   (left, right) in tokens, or one integer for both
 
-    As in jax.nn, fractions round down and numbers may be negative. Raises ValueError for anything else than one or two numbers.
+    As in jax.nn, numbers may be negative, fractions of a pair round down, and one number must be an integer. Raises ValueError for
+    anything else.
     """
     many = isinstance(size, list | tuple) or getattr(size, "ndim", 0) == 1
     pair = tuple(typing.cast(Sequence[ArrayLike], size)) if many else (size, size)
     sides = [x for x in map(_tokens, pair) if x is not None]
-    if len(pair) != 2 or len(sides) != 2:
+    one_fraction = not many and jnp.issubdtype(getattr(size, "dtype", type(size)), jnp.floating)
+    if len(pair) != 2 or len(sides) != 2 or one_fraction:
         got = f"({', '.join(map(_shown, pair))})" if many else _shown(size)
-        raise bad_argument("local_window_size", got, "a number, or two: (left, right)", "0 sees no neighbour.")
+        raise bad_argument(
+            "local_window_size", got, "an integer, or two numbers: (left, right)", "0 sees no neighbour."
+        )
     left, right = sides
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 

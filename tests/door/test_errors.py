@@ -150,7 +150,7 @@ OBJECTS = [
 ]
 
 drop_in = lambda a, **keywords: flexjax.dot_product_attention(keywords.pop("q", a["q"]), keywords.pop("k", a["k"]), a["v"], **keywords)
-WINDOW = "expected a number, or two: (left, right). 0 sees no neighbour."
+WINDOW = "expected an integer, or two numbers: (left, right). 0 sees no neighbour."
 INTEGERS = "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1."
 CUDNN = "flexjax has kernels of its own and does not call cuDNN; None runs them on the GPUs that they support."
 DROP_IN = [
@@ -163,6 +163,8 @@ DROP_IN = [
     Bad("no_window", lambda a: drop_in(a, local_window_size=()), "`local_window_size` is (); " + WINDOW),
     Bad("window_text", lambda a: drop_in(a, local_window_size="3"), "`local_window_size` is '3'; " + WINDOW),
     Bad("window_nan", lambda a: drop_in(a, local_window_size=float("nan")), "`local_window_size` is nan; " + WINDOW),
+    Bad("window_fraction", lambda a: drop_in(a, local_window_size=1.5), "`local_window_size` is 1.5; " + WINDOW),
+    Bad("window_fraction_of_jax", lambda a: drop_in(a, local_window_size=a["sinks"][0]), "`local_window_size` is float32[]; " + WINDOW),
     Bad("window_of_arrays", lambda a: drop_in(a, local_window_size=(a["sinks"], 2)), "`local_window_size` is (float32[4], 2); " + WINDOW),
     Bad("window_pair", lambda a: drop_in(a, local_window_size=(1, 2, 3)), "`local_window_size` is (1, 2, 3); " + WINDOW),
     Bad("bias_dtype", lambda a: drop_in(a, bias=jnp.ones((T, S), jnp.complex64)), "`bias` is of dtype complex64; expected a real dtype. Pass its real part, bias.real."),

@@ -144,12 +144,23 @@ def test_residual() -> None:
 
 
 def test_a_row_that_sees_nothing_gives_zero() -> None:
-    """Where jax.nn gives the mean of all values."""
+    """Where jax.nn gives the mean of the values that the mask hides, and NaN where a bias of -inf hides all."""
     mask = np.arange(T)[:, None] >= np.ones(S)
-    out, lse = map(np.asarray, flexjax.dot_product_attention(Q, K, V, mask=mask, return_residual=True))
-    assert not out[:, 0].any()
-    assert np.isneginf(lse[:, 0]).all()
-    np.testing.assert_allclose(np.asarray(out)[:, 1:], np.asarray(of_jax(Q, K, V, mask=mask))[:, 1:], atol=2e-6)
+    bias = jnp.where(mask, 0.0, -jnp.inf)
+    half = np.arange(S) < 5
+    mean = lambda kept: np.asarray(V)[:, kept].mean(1).repeat(N // M, 1)
+    cases = (
+        (dict(mask=mask), mean(np.ones(S, bool))),
+        (dict(bias=bias), np.nan),
+        (dict(mask=mask | half, bias=bias), mean(~half)),
+    )
+    for options, first_of_jax in cases:
+        out, lse = map(np.asarray, flexjax.dot_product_attention(Q, K, V, **options, return_residual=True))
+        want = np.asarray(of_jax(Q, K, V, **options))
+        assert not out[:, 0].any()
+        assert np.isneginf(lse[:, 0]).all()
+        np.testing.assert_allclose(out[:, 1:], want[:, 1:], atol=2e-6)
+        np.testing.assert_allclose(want[:, 0], np.broadcast_to(first_of_jax, want[:, 0].shape), atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
