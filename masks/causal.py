@@ -42,6 +42,8 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
     queries, `offset = kv_len - q_len`; in decoding it is the number of tokens already cached.  A negative
     offset leaves the first `-offset` queries without any key.
 
+    Sizes are not checked against those of the call: an index past the end of `offset` reads the last element.
+
     Raises ValueError if `offset` is not integer or has more than one axis.
 
     Picture of `causal_offset(3)`, 5 x 8:

@@ -43,6 +43,9 @@ def document(
     and past the last one, or past the sum of the lengths, belong to no document: they see nothing.  Documents of
     length 0 are allowed.  For packed language models combine it with `causal`.
 
+    Sizes are not checked against those of the call: an index past the end of the ids, or past the rows of an array,
+    reads the last one.
+
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
 
     Raises ValueError if an array is not integer or has other than one or two axes, if not exactly one of

@@ -19,6 +19,8 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
 
     Alone it hides every pair of ordinary tokens; it is meant to be joined by `|` to a local mask.
 
+    Sizes are not checked against those of the call: an index past the end of `tokens` reads the last element.
+
     Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 ("global attention").
 
     Raises ValueError if a number is negative or not an int, or an array is not boolean or has other than one or two axes.

@@ -15,6 +15,8 @@ def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
     tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`: which
              positions are.
 
+    Sizes are not checked against those of the call: an index past the end of `tokens` reads the last element.
+
     Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1; its window `w` has `reach = w // 2`.
 
     Raises ValueError if `reach` is negative or not an int, or `tokens` is refused by `global_tokens`.

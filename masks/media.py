@@ -27,6 +27,8 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
     Queries are text tokens, keys are media tokens.  Text before the first medium sees nothing, and its output
     is zero.
 
+    Sizes are not checked against those of the call: an index past the end of `is_media` reads the last element.
+
     Source: Alayrac et al., "Flamingo: a Visual Language Model for Few-Shot Learning",
     arXiv:2204.14198, section 2.3.
 
@@ -68,6 +70,8 @@ def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
 
     For texts in which several images stand side by side, or an image is referred to later on.
+
+    Sizes are not checked against those of the call: an index past the end of `intervals` reads the last element.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv:2407.21783, section 7.
 

@@ -19,6 +19,8 @@ def padding(lengths: ArrayLike) -> MaskMod:
     Hides the keys that pad an entry at its end.  Rows of padding queries keep their real keys; combine with
     `query_padding` to empty them too.
 
+    Sizes are not checked against those of the call: an index past the end of `lengths` reads the last element.
+
     Raises ValueError if `lengths` is a negative int, is not integer or has more than one axis.
 
     Picture of `padding(np.array([5]))`, 4 x 8:
@@ -46,6 +48,8 @@ def query_padding(lengths: ArrayLike) -> MaskMod:
     lengths:  int32 `[B]` (or `[]`, or an int): how many queries of the entry are real.  It may be traced.
 
     Empties the rows of the queries that pad an entry at its end, so that their output is zero.
+
+    Sizes are not checked against those of the call: an index past the end of `lengths` reads the last element.
 
     Raises ValueError if `lengths` is a negative int, is not integer or has more than one axis.
 
@@ -78,6 +82,8 @@ def left_padding(starts: ArrayLike) -> MaskMod:
     starts:  int32 `[B]` (or `[]`, or an int): position of the first real key of the entry.  It may be traced.
 
     Hides the keys that pad an entry at its beginning, as batches for generation often do.
+
+    Sizes are not checked against those of the call: an index past the end of `starts` reads the last element.
 
     Raises ValueError if `starts` is a negative int, is not integer or has more than one axis.
 

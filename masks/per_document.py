@@ -22,6 +22,8 @@ def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
     at differences of positions only (`causal`, `sliding_window`), and ids of which none comes again, it equals
     `and_masks(mask_mod, document(segment_ids))`.
 
+    Sizes are not checked against those of the call: an index past the end of `segment_ids` reads the last element.
+
     Source: PyTorch, "FlexAttention", 2024, section "Document masking" (generate_doc_mask_mod).
 
     Raises ValueError if `segment_ids` is not integer or has other than one or two axes, or if `mask_mod` is no function.

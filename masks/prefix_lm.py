@@ -16,6 +16,8 @@ def prefix_lm(prefix: ArrayLike) -> MaskMod:
     prefix:  int, or int32 `[]` or `[B]`: number of tokens at the start that every query sees, the earlier
              ones of the prefix included.  0 gives `causal`.  It may be traced.
 
+    Sizes are not checked against those of the call: an index past the end of `prefix` reads the last element.
+
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", arXiv:1910.10683, section 3.2.1 ("causal with prefix").
 

@@ -20,6 +20,8 @@ def shared_prefix(length: ArrayLike, mask_mod: MaskMod) -> MaskMod:
     `and_masks(causal, document(ids))` keeps them apart, with the prompt a document of its own.  The prompt is stored
     and computed once.
 
+    Sizes are not checked against those of the call: an index past the end of `length` reads the last element.
+
     Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", arXiv:2312.07104 (prefix
     sharing).
 

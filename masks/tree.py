@@ -27,6 +27,8 @@ def tree(parents: ArrayLike, context: ArrayLike = 0, *, queries_follow_context: 
     `a` is `n` or above it if `enter[a] <= enter[n] < leave[a]`.  Two arrays in the shape of `parents` are captured,
     not `[T, T]`.
 
+    Sizes are not checked against those of the call: an index past the end of an array reads the last element.
+
     Source: Miao et al., "SpecInfer", arXiv:2305.09781; Cai et al., "Medusa", arXiv:2401.10774, section 2.1.
 
     Raises ValueError if an array is not integer, its rank is another, `context` is a negative int, or, where

@@ -20,6 +20,8 @@ def sliding_window(window: ArrayLike) -> MaskMod:
     where the sequence begins).  `sliding_window(1)` is the diagonal.  Other systems count differently:
     a `window_size=(left, 0)` that excludes the query itself is `sliding_window(left + 1)`.
 
+    Sizes are not checked against those of the call: an index past the end of `window` reads the last element.
+
     Source: Beltagy et al., "Longformer", arXiv:2004.05150; Jiang et al., "Mistral 7B", arXiv:2310.06825.
 
     Raises ValueError if `window` is an int less than 1, not integer, or has more than one axis.

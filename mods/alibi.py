@@ -37,6 +37,8 @@ def alibi(num_heads: int) -> ScoreMod:
     formula of the paper; without it, later keys are penalised as earlier ones are.  For slopes of your own,
     or learned ones, see `distance_penalty`.
 
+    `num_heads` is not checked against the call: heads past it have the last slope.
+
     Source: Press et al., "Train Short, Test Long", arXiv:2108.12409.
 
     Raises ValueError if `num_heads` is less than 1 or not an int.

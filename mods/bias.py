@@ -15,7 +15,8 @@ def relative_table(table: ArrayLike) -> ScoreMod:
             Differentiable.
 
     Entry `T - 1` is for the query's own key, larger ones are for earlier keys.  `T` must be no less than the
-    number of queries and the number of keys: distances beyond the table are not checked for.
+    number of queries and the number of keys.  Sizes are not checked against those of the call: an index past the end of
+    `table` reads the last element, and one below 0 counts from the end.
 
     Source: the form of Liu et al., "Swin Transformer", arXiv:2103.14030, section 3.2, on a line; the idea
     is in Shaw et al., "Self-Attention with Relative Position Representations", arXiv:1803.02155.
@@ -48,6 +49,8 @@ def pair_bias(bias: ArrayLike) -> ScoreMod:
     bias:  floating `[T, S]`, `[N, T, S]` or `[B, N, T, S]`, for `N` query heads, `T` queries and `S` keys.
            Leading axes of size 1 serve every index: one bias per batch entry is `[B, 1, T, S]`.
            Differentiable.
+
+    Sizes are not checked against those of the call: an index past the end of `bias` reads the last element.
 
     Source: Jumper et al., "Highly accurate protein structure prediction with AlphaFold", Nature 596, 2021,
     supplementary algorithm 7, among many.

@@ -14,6 +14,8 @@ def distance_penalty(slopes: ArrayLike) -> ScoreMod:
 
     slopes:  positive number, or floating `[]` or `[N]`, one per query head.  Differentiable.
 
+    Sizes are not checked against those of the call: an index past the end of `slopes` reads the last element.
+
     Source: Press et al., "Train Short, Test Long", arXiv:2108.12409; its slopes are those of `alibi`.
 
     Raises ValueError if a number is not positive, or an array is not floating or has more than one axis.
@@ -37,6 +39,8 @@ def log_distance_penalty(height: ArrayLike, rate: ArrayLike) -> ScoreMod:
                    positive while learning, for example as `jax.nn.softplus` of free parameters.
 
     The penalty grows ever more slowly, so distant keys keep some weight.
+
+    Sizes are not checked against those of the call: an index past the end of an array reads the last element.
 
     Source: Chi et al., "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",
     arXiv:2205.09921, its logarithmic variant.

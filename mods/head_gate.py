@@ -17,6 +17,8 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
     A factor `sigmoid(gate[h])` near 0 flattens the head towards an average of what it sees, one near 1 leaves it as
     it is.  To switch a head off instead, scale its output after attention.
 
+    Sizes are not checked against those of the call: an index past the end of `gate` reads the last element.
+
     Source: the learnable biases of the PyTorch FlexAttention examples; no paper known.
 
     Raises ValueError if `gate` is not floating or has other than one or two axes.

@@ -26,6 +26,8 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
     max_distance`; the mod clips `kv_idx - q_idx` to them and reads one element.  T5 does not scale its scores: pass
     `scale=1.0` to agree with its weights.
 
+    The number of heads is not checked against that of the call: heads past the end of `table` have its last column.
+
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", arXiv:1910.10683, section 2.1.
 

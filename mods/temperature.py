@@ -17,6 +17,8 @@ def temperature(value: ArrayLike) -> ScoreMod:
     value:  positive number, or floating `[]` or `[N]`, one per query head.  Differentiable.  Below 1
             sharpens, above 1 flattens.
 
+    Sizes are not checked against those of the call: an index past the end of `value` reads the last element.
+
     Source: a learned one per head is in Ali et al., "XCiT", arXiv:2106.09681, and in Liu et al.,
     "Swin Transformer V2", arXiv:2111.09883, section 3.2.
 
@@ -64,6 +66,8 @@ def scalable_softmax(factor: ArrayLike) -> ScoreMod:
 
     The softmax then has base `n ** factor` for a causal query that sees `n = q_idx + 1` keys, so it does not
     fade as `n` grows.
+
+    Sizes are not checked against those of the call: an index past the end of `factor` reads the last element.
 
     Source: Nakanishi, "Scalable-Softmax Is Superior for Attention", arXiv:2501.19399.
 

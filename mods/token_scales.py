@@ -15,7 +15,9 @@ def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     group:   int of at least 1: query heads per key head, `N // M`, if `scales` has one row per key head.
 
     `q . (scale * k) = scale * (q . k)`, so keys are read in eight bits and scaled after the product. Chain it before
-    every mod that adds to the score.  Sizes are not checked against those of the call.
+    every mod that adds to the score.
+
+    Sizes are not checked against those of the call: an index past the end of `scales` reads the last element.
 
     Source: Zhang et al., "SageAttention", arXiv:2410.02367.
 
@@ -41,6 +43,8 @@ def query_scales(scales: ArrayLike) -> ScoreMod:
              `B` and `N` of size 1 serve every index.  Differentiable.
 
     The counterpart of `key_scales`; chain both for quantised queries and keys.
+
+    Sizes are not checked against those of the call: an index past the end of `scales` reads the last element.
 
     Source: Zhang et al., "SageAttention", arXiv:2410.02367.
 

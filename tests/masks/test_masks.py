@@ -486,6 +486,18 @@ def test_docstrings_begin_with_the_formula_and_name_every_argument(name: str) ->
     for argument in inspect.signature(function).parameters:
         assert argument in ("b", "h", "q_idx", "kv_idx") or re.search(rf"^{argument}:", text, re.M), argument
     assert ("Raises ValueError" in text) == (name not in ("full", "noop_mask", "causal"))
+    captures = "ndarray" in str(inspect.signature(function))
+    assert ("not checked against" in " ".join(text.split())) == captures
+
+
+def test_an_index_past_the_end_reads_the_last_element() -> None:
+    ids = np.array([0, 0, 1, 1, 2])
+    longer = np.pad(ids, (0, 3), mode="edge")
+    np.testing.assert_array_equal(dense(masks.document(ids), 8, 8), dense(masks.document(longer), 8, 8))
+    widths = np.array([1, 2])
+    np.testing.assert_array_equal(
+        dense(masks.sliding_window(widths), 8, 8, h=5), dense(masks.sliding_window(widths), 8, 8, h=1)
+    )
 
 
 # ----------------------------------------------------------------- properties

@@ -270,6 +270,31 @@ def test_docstrings_name_every_argument(name: str) -> None:
         assert name == "identity" or re.search(rf"^(\w+, )?{argument}(, \w+)?:", text, re.M), argument
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "identity"])
+def test_docstrings_say_that_sizes_are_not_checked(name: str) -> None:
+    function = getattr(mods, name)
+    sized = "num_heads" in inspect.signature(function).parameters or "ndarray" in str(inspect.signature(function))
+    text = " ".join((inspect.getdoc(function) or "").split())
+    assert ("not checked against" in text) == sized
+
+
+SMALL = drawn(2, 5), drawn(HEADS, QUERIES - 2, KEYS - 1)
+TOO_SMALL = {
+    "alibi": (mods.alibi(2), mods.distance_penalty(mods.alibi_slopes(2)[[0, 1, 1]])),
+    "distance_penalty": (mods.distance_penalty(SMALL[0][0, :2]), mods.distance_penalty(SMALL[0][0, [0, 1, 1]])),
+    # distances from -6 to 8 in a table of those from -2 to 2
+    "relative_table": (mods.relative_table(SMALL[0]), mods.relative_table(
+        np.pad(SMALL[0], ((0, 1), (0, 0)), mode="edge")[:, [0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4]])),
+    "pair_bias": (mods.pair_bias(SMALL[1]), mods.pair_bias(np.pad(SMALL[1], ((0, 0), (0, 2), (0, 1)), mode="edge"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_an_index_past_the_end_reads_the_last_element(name: str) -> None:
+    small, padded = TOO_SMALL[name]
+    np.testing.assert_array_equal(everywhere(small), everywhere(padded))
+
+
 # ----------------------------------------------------------------- ALiBi
 
 
