@@ -1,5 +1,7 @@
-"""A million tokens: block masks of windows and documents in seconds and megabytes, without anything quadratic."""
+"""A million tokens: block masks of windows and documents in seconds, with lists as wide as the longest row."""
 
+import pathlib
+import re
 import time
 import tracemalloc
 
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax import create_block_mask, masks
+from flexjax import and_masks, create_block_mask, masks
 from flexjax.block_mask import classify, transpose
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.arrays import array
@@ -43,6 +45,28 @@ def test_a_million_tokens(name: str) -> None:
         first, last = IDS[::128], IDS[127::128]
         want = np.searchsorted(first, last, "right") - np.searchsorted(last, first, "left")
         np.testing.assert_array_equal(visited, want)
+
+
+CUTS = np.sort(np.random.default_rng(0).choice(np.arange(1, TOKENS), 999, replace=False))
+RANDOM_1000 = masks.document(np.searchsorted(CUTS, np.arange(TOKENS), side="right").astype(np.int32))
+EQUAL_12 = masks.document((np.arange(TOKENS) * 12 // TOKENS).astype(np.int32))
+IN_README = {
+    "a window of 1024 has 0.4 MB": masks.sliding_window(1024),
+    "causal in 1000 documents of random lengths 4 MB": and_masks(masks.causal, RANDOM_1000),
+    "in 12 of equal length 67 MB": and_masks(masks.causal, EQUAL_12),
+    "134 MB and 3 seconds without causal": EQUAL_12,
+}
+
+
+@pytest.mark.parametrize("claim", some_slow(IN_README, ["a window of 1024 has 0.4 MB"]))
+def test_the_memory_of_lists_is_that_of_the_readme(claim: str) -> None:
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    assert claim in " ".join(readme.split())
+    mask = create_block_mask(IN_README[claim], None, None, TOKENS, TOKENS)
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    megabytes = sum(x.nbytes for x in lists) / 1e6
+    wanted = re.findall(r"([\d.]+) MB", claim)[0]
+    assert f"{megabytes:.{len(wanted.partition('.')[2])}f}" == wanted
 
 
 @pytest.mark.parametrize("heads", [(1, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
