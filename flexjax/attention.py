@@ -114,25 +114,25 @@ def flex_attention(
     return_aux   AuxRequest(lse=, max_scores=): also return an AuxOutput
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several,
                  which are asked in this order
-    kernel_options  KernelOptions: tile sizes, split keys, the multiplying instruction, order of additions, simulation
+    kernel_options  KernelOptions: tile sizes, split-KV, the matrix-multiply instruction, bitwise reproducibility, simulation
     dropout_rate, dropout_key  the chance with which each probability is set to 0, and the jax random key that says which are. The others
-                 are divided by 1 - dropout_rate. The backward pass drops the same ones; lse is that without dropout
+                 are divided by 1 - dropout_rate. The backward pass drops the same ones; lse is computed before dropout
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: query_extra . key_extra is added to the dot product before
                  `scale` multiplies it
     query_seq_lengths, key_value_seq_lengths  int32 [B], or an int for all: how many queries and keys of each batch entry exist,
-                 clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
-    origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. None: that of
-                 block_mask, or the arrays are the whole problem
+                 clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Blocks past a length are skipped
+    origin       Origin: what is added to b, h, q_idx and kv_idx before score_mod, mask_mod and dropout see them, where the arrays are a
+                 slice of a larger attention: a shard, a chunk of a prefill, a decode step. None: that of block_mask, or nothing
     precision    how exactly float32 inputs are multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision), "default",
                  "high", "highest", a jax.lax.Precision or a jax.lax.DotAlgorithmPreset. See below
-    query_scales, key_scales, value_scales  what float8 queries, keys and values are multiplied by: float32 [B, N], [B, M] and [B, M], or with a
-                 scale for each of n blocks of tokens [B, n, N or M] (BNTH: [B, N or M, n]). See below
+    query_scales, key_scales, value_scales  what float8 queries, keys and values are multiplied by: float32 [B, N], [B, M] and [B, M], or
+                 with a scale for each of n blocks of tokens [B, n, N or M] (BNTH: [B, N or M, n]), positive numbers. See below
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths
                  count in the order of the sequence. With it, `origin` may give batch and head, but not query or key
 
-    Returns out [B, T, N, E] in the layout and dtype of query (bfloat16 for float8), or (out, AuxOutput) with return_aux. Gradients reach query, key,
-    value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
+    Returns out [B, T, N, E] in the layout and dtype of query (bfloat16 for float8), or (out, AuxOutput) with return_aux. Gradients reach
+    query, key, value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
     float64 inputs). Raises ValueError for arguments that do not fit, and NotImplementedError, with each backend's reason, if no
     backend accepts the call.
 
@@ -164,9 +164,9 @@ def flex_attention(
     are no gradients, and no dropout, context or keys in pages; scales and an origin exclude each other.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
-    are skipped and blocks of -inf from score_mod are not; `(q_idx - kv_idx) % m == 0` as a conjunct of mask_mod, because the tokens of
-    each residue are then computed as heads of their own (not with origin or lengths, nor where mask_mod reads b, h or a captured array, or
-    score_mod reads an array at q_idx or kv_idx); one block_mask for all layers that share it; reading captured arrays
+    are skipped and blocks of -inf from score_mod are not; dilated masks written as `... & ((q_idx - kv_idx) % m == 0)`, which run as m
+    shorter sequences (not with origin or lengths, nor where mask_mod reads b, h or a captured array, or score_mod reads an array at q_idx
+    or kv_idx); one block_mask for all layers that share it; reading captured arrays
     at q_idx, kv_idx or q_idx - kv_idx + c, because those reads are slices and others are gathers. `flexjax.explain` says which
     backend runs a call, and `flexjax.autotune` finds its fastest tiles.
 
@@ -174,13 +174,15 @@ def flex_attention(
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
     indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens is kept if
     context= names its axes. Otherwise tokens that are split, and a head dim that is, are gathered, and a FallbackWarning says how
-    many bytes. Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
+    many bytes, on any platform, once for each message. Inside jax.shard_map a call sees the arrays of one device; origin says where they
+    lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
-    query, key and value. A row whose scores score_mod sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot
-    hold log(n) beside -1e10, so each entry's gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and
-    value at a hidden position can reach the output (from value) and gradients (from both), because 0 * NaN is NaN, as in
-    jax.nn.dot_product_attention; only blocks that are skipped as a whole are never read. Zero such entries before the call:
+    query, key and value. A row whose scores score_mod sets to a finite number (-1e10) is not hidden: it averages the values. lse is one
+    float32, so a number c that is added to all scores of a row makes its gradients wrong by about |c| * 1e-7 of themselves, and from |c| of
+    1e8 on by up to the number of its keys; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can
+    reach the output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that
+    are skipped as a whole are never read. Zero such entries before the call:
     jnp.where(valid[:, :, None, None], value, 0), or hide them by key_value_seq_lengths.
 
     Lengths. Queries and keys from a length on do not exist, whatever their slots hold, NaN and infinity included: out is 0 and lse
