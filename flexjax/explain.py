@@ -74,8 +74,8 @@ def explain(
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                 dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths,
-                key_value_seq_lengths, origin, precision. Or a query, a PagedCache and a PageTable, and the keywords of
-                paged_attention. Each array, also in a cache or a table, may be a jax.ShapeDtypeStruct
+                key_value_seq_lengths, origin, precision, query_scales, key_scales, value_scales. Or a query, a PagedCache and a
+                PageTable, and the keywords of paged_attention. Each array, also in a cache or a table, may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that

@@ -40,6 +40,7 @@ ORDER = (
         "fold_operands",
         "check_arguments",
         "dropout",
+        "float8_scales",
     ),
     ("paged",),
     ("parallel",),

@@ -31,7 +31,7 @@ SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
         "broadcast_dropout=False, query_extra=None, key_extra=None, query_seq_lengths=None, "
-        "key_value_seq_lengths=None, origin=None, precision=None, context=None",
+        "key_value_seq_lengths=None, origin=None, precision=None, query_scales=None, key_scales=None, value_scales=None, context=None",
     "merge_attention_states": "outs, lses, axis=0",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
