@@ -66,6 +66,10 @@ CAPTURED: dict[str, dict[str, typing.Any]] = {
     "temperature of each head": {
         "score": lambda c, s, b, h, q, k: s * c[0][h], "captured": (1 + 0.2 * normal(2),), "q_len": 256, "kv_len": 128,
     },
+    "positive factors of a head": {
+        "score": lambda c, s, b, h, q, k: jnp.maximum(c[0][h], 0.3) * s * jnp.maximum(c[1][h], 0.5),
+        "captured": (1 + 0.2 * normal(2), 1 + 0.2 * normal(2)), "q_len": 128, "kv_len": 192, "mask": causal,
+    },
     "gain of each query, bias of each key": {
         "score": lambda c, s, b, h, q, k: s * c[0][h, q] + c[1][k],
         "captured": (normal(1, 128), normal(128)), "q_len": 128, "kv_len": 128, "heads": 1,

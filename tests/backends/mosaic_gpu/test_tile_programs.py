@@ -82,6 +82,9 @@ MODS: dict[str, typing.Callable] = {
         (k < LIMITS[q]) & (LIMITS[h + 3] - k != 5) & (FAR[q] > k) & (k - q >= FAR[h]), s, 0.0
     ),
     "checkerboard": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k - q) % 2 == 0, s * 0.5, s), s),
+    "positive factors of a head": lambda s, b, h, q, k: (
+        jnp.tanh(s * jnp.maximum(SLOPES[h], 0.1) * jnp.maximum(GAIN, 1e-3)) + s * jnp.maximum(SLOPES[0], 0.2) * jnp.where(k % 2 == 0, 0.3, 0.7)
+    ),
     "chosen factors": lambda s, b, h, q, k: jnp.where(q > k, 3.0 * s, s) * GAIN * jnp.where(k % 2 == 0, -0.3, 0.7),
     "periods": lambda s, b, h, q, k: s + (3 * q - 5 * k + 7) % 8 + (q + k) % 64 * 0.1 + (k - 2 * q) % 32 - (q - k) % 4096,
     "hash": _hash,
