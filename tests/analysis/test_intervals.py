@@ -44,8 +44,6 @@ SOUND = {
     "infinity less infinity": lambda b, h, q, k: jnp.tanh(ENDLESS[q] + UPWARDS[k]) < 1.5,
     "zero times infinity": lambda b, h, q, k: F32(q - k) * UPWARDS[k] <= jnp.inf,
     "infinity over infinity": lambda b, h, q, k: jnp.minimum(UPWARDS[q] / UPWARDS[k], 3) <= 3,
-    "NaN among numbers": lambda b, h, q, k: HOLES[k] <= 2,
-    "not NaN among numbers": lambda b, h, q, k: ~(HOLES[k] > 2),
     "NaN as bool": lambda b, h, q, k: (HOLES[k] * 0).astype(bool),
     "narrow sums round": lambda b, h, q, k: NARROW[q] + jnp.bfloat16(1) <= 256,
     "narrow conversions round": lambda b, h, q, k: (q + 250).astype(jnp.bfloat16) <= 256,
