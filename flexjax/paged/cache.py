@@ -16,6 +16,7 @@ the page.
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -173,6 +174,20 @@ def append(
                 "query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths."
             )
         row, place, counts, _ = rows_of_tokens(cu_q_lens, rows, k.shape[0])
+    return _appended(cache, table, k, v, row, place, counts)
+
+
+@functools.partial(jax.jit, inline=True)  # eagerly, its loops would be compiled in each call
+def _appended(
+    cache: PagedCache, table: PageTable, k: Array, v: Array, row: Array, place: Array, counts: Array
+) -> tuple[PagedCache, PageTable]:
+    """What `append` returns, for checked arguments.
+
+    row      int32 [tokens]: the request of each of the tokens of k and v
+    place    int32 [tokens]: its number among the new tokens of its request
+    counts   int32 [R]: how many tokens of each request are written
+    """
+    pool, page = cache.key.shape[:2]
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     growth = grow(table, counts, page)
     position = growth.starts[row] + place

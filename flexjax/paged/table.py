@@ -22,6 +22,7 @@ after the end that it shares.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,15 @@ def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTab
     as it is, and later ones may still fit. A total that needs more than n entries (`table.pages` is [R, n]) is never granted.
     `lengths` stays: `append` moves it. Raises ValueError for arguments of other types or shapes.
     """
-    page = check_table(table, None)
-    totals = check_int32("new_lengths", new_lengths, table.lengths.shape)
+    check_table(table, None)
+    return _allocated(table, check_int32("new_lengths", new_lengths, table.lengths.shape))
+
+
+@functools.partial(jax.jit, inline=True)  # eagerly, its loop would be compiled in each call
+def _allocated(table: PageTable, totals: Array) -> tuple[PageTable, Array]:
+    """What `allocate` returns, for checked arguments; `totals` is its new_lengths."""
+    page = table.page
+    assert page is not None
     columns = table.pages.shape[1]
     counts, spares = _decode_uses(table)
     pool = counts.shape[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks, mods
+from flexjax import masks, mods, paged
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
 from tests.arrays import array
@@ -247,3 +247,26 @@ def test_an_assigned_array_compiles_nothing(compilations: list[str]) -> None:
     for reader.table in drawn:
         jax.block_until_ready(attend(score_mod=reader.score_mod))
     assert len(compilations) == before
+
+
+# ------------------------------------------------------------------ serving
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_eager_steps_over_pages_compile_nothing(dtype: str, compilations: list[str]) -> None:
+    """New lengths, tables and requests, a copy of a shared page among them."""
+    cache, table = paged.empty(16, 8, N, D, dtype=dtype), paged.table(3, 4, 16, 8)
+    draw = lambda seed: array(np.random.default_rng(seed).standard_normal((3, 2, N, D)), jnp.dtype(dtype))
+    sources = array(np.array([-1, 0, -1]), jnp.int32)
+    compiled = []
+    for step in range(5):
+        if step in (1, 3):
+            table = paged.release(table, array(np.arange(3) == 1))
+            table = paged.fork(table, sources)
+        counts = array(np.arange(3) % 3 if step % 2 else np.full(3, 2), jnp.int32)
+        table, granted = paged.allocate(table, table.lengths + counts)
+        assert bool(granted.all())
+        cache, table = paged.append(cache, table, draw(step), draw(step + 9), query_seq_lengths=counts)
+        jax.block_until_ready(flexjax.paged_attention(draw(step), cache, table, query_seq_lengths=counts))
+        compiled.append(len(compilations))
+    assert compiled[-1] == compiled[1], "the first two steps have each operation"
