@@ -107,14 +107,19 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     flat   the operands
     run    the choice, whose plan may have measured tiles; all else is as in the plan of `problem`
 
-    Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores and rounding. The out of a partial plan is
-    the backend's `Results.float32_out`, and no rounding follows.
+    Returns out, in the out_dtype of the plan, lse and, if the plan asks for them, max_scores, NaN where lse is, and rounding. The out of
+    a partial plan is the backend's `Results.float32_out`, and no rounding follows.
     """
     results = run.forward(problem.operands(flat))
     out, rounding = results.out, results.rounding
     if problem.plan.partial:  # kernels may round the out of a partial plan
         out, rounding = results.float32_out, None
-    results = results._replace(out=out.astype(problem.plan.out_dtype), rounding=rounding)
+    top = results.max_scores
+    if (
+        top is not None
+    ):  # the maxima of most backends lose NaN: kernels take the larger number, and so do XLA's reductions on a CPU
+        top = jnp.where(jnp.isnan(results.lse), jnp.array(jnp.nan, top.dtype), top)
+    results = Results(out.astype(problem.plan.out_dtype), results.lse, top, rounding)
     return [x for x in results if x is not None]
 
 

@@ -243,7 +243,7 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
     sinks   [N], logits of one more column, which counts in lse but not in the largest score; None for none
 
     In a row whose scores are all -inf, probabilities are 0; lse is the sink there, and -inf without sinks.  The largest score has no
-    gradient.
+    gradient, and is NaN where lse is.
     """
     fixed = jax.lax.stop_gradient(scores)
     max_scores = jnp.max(fixed, axis=-1, initial=-jnp.inf)
@@ -259,4 +259,5 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
     dead = total == 0.0
     total = jnp.where(dead, 1.0, total)
     lse = jnp.where(dead, -jnp.inf, jnp.log(total) + shift)
-    return weights / total[..., None], lse, max_scores
+    # XLA's maxima lose NaN on a CPU, from 4096 scores on
+    return weights / total[..., None], lse, jnp.where(jnp.isnan(lse), jnp.nan, max_scores)

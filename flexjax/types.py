@@ -75,7 +75,7 @@ class AuxRequest:
 
     lse          natural logarithm of the sum of the exponentials of a row's scores, and of the sink of its head, [B, T, N]
                  ([B, N, T] for layout "BNTH"), differentiable; float32, float64 for float64 inputs
-    max_scores   the largest score of each row, without the sink, same shape and dtype, without a gradient
+    max_scores   the largest score of each row, without the sink, same shape and dtype, without a gradient; NaN where lse is NaN
     """
 
     lse: bool = False

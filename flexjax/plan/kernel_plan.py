@@ -293,7 +293,8 @@ class Results(typing.NamedTuple):
     for BNTH).
 
     lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
-    score after score_mod, -inf in such a row, and None unless the plan asks for it.
+    score after score_mod, -inf in such a row, and None unless the plan asks for it. In a row with a NaN score out and lse are NaN; a
+    backend may return any max_scores there, which autodiff.py replaces by NaN.
 
     rounding is the rounding error of out, the output in float32 minus out, in the shape and dtype of out. It is None unless the plan
     has `exact_captures`, or is partial and its backend rounds out. out + rounding is the output in float32 up to a relative error of
