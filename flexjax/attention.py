@@ -179,7 +179,7 @@ def flex_attention(
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
     query, key and value. A row whose scores score_mod sets to a finite number (-1e10) is not hidden: it averages the values. lse is one
-    float32, so a number c that is added to all scores of a row makes its gradients wrong by about |c| * 1e-7 of themselves, and from |c| of
+    float32, so a number c that is added to all scores of a row makes its gradients wrong by up to |c| * 6e-8 of themselves, and from |c| of
     1e8 on by up to the number of its keys; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can
     reach the output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that
     are skipped as a whole are never read. Zero such entries before the call:
