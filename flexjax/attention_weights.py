@@ -8,6 +8,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.check_arguments import LAYOUTS, check_inputs
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable
+from flexjax.plan.kernel_plan import FLOAT8
 from flexjax.types import Layout, MaskMod, Origin, ScoreMod
 
 Array = jax.Array
@@ -51,7 +52,7 @@ def attention_weights(
             f"at most {LARGEST} weights",
             "Look at fewer heads or tokens at a time.",
         )
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = jnp.promote_types(query.dtype, jnp.float32) if query.dtype != FLOAT8 else jnp.float32
     # with the identity as values, the output is the weights
     identity = jnp.expand_dims(jnp.eye(kv_len, dtype=wide), (0, head))
     value = jnp.broadcast_to(identity, (*key.shape[:-1], kv_len))

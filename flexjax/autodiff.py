@@ -277,7 +277,7 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]
     if problem.plan.page:
         _refuse_gradients_of_cache(problem, tangents)
-    if problem.plan.float8 and any(x is not None for x in moving):
+    if problem.plan.float8 and not all(is_zero(t) for t in tangents):
         raise NotImplementedError(
             f"A call with {FLOAT8} inputs has no gradients. Cast the inputs to bfloat16, or put jax.lax.stop_gradient around what the call "
             "is given and what its mods capture."

@@ -123,6 +123,8 @@ def build(context: object, given: Given) -> Built:
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
     query, key, value = map(jnp.asarray, given[:3])
+    if query.dtype == FLOAT8:
+        raise bad_argument("query", f"of dtype {FLOAT8} beside context=", "bfloat16", "Cast query, key and value.")
     layout_name = arguments.get("layout", "BTNH")
     origin = _origin_with(block_mask, origin)
     placed = place(context, query, key, layout_name, origin)
@@ -137,8 +139,6 @@ def build(context: object, given: Given) -> Built:
         arguments |= {name: cut[name] for name in extras}
         arguments |= {"query_seq_lengths": None, "key_value_seq_lengths": None}
     call = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
-    if call.plan.float8:
-        raise bad_argument("query", f"of dtype {FLOAT8} beside context=", "bfloat16", "Cast query, key and value.")
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:
         raise NotImplementedError(

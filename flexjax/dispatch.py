@@ -144,7 +144,7 @@ class Run(typing.NamedTuple):
     target     the device that the pass is lowered for
     refusals   of the backends that were asked before, each as (name of the backend, sentence that says why)
     whole      the plan before it was split; None: it is not split
-    widened    why the backend does not multiply float8, in a sentence, where it runs the call in `plan.dtype`; "" for other calls
+    why_widened  why the backend does not multiply float8, in a sentence, where it runs the call in `plan.dtype`; "" for other calls
     """
 
     backend: Backend
@@ -152,7 +152,7 @@ class Run(typing.NamedTuple):
     target: Target
     refusals: tuple[tuple[str, str], ...]
     whole: KernelPlan | None = None
-    widened: str = ""
+    why_widened: str = ""
 
     def plan_for(self, plan: KernelPlan) -> KernelPlan:
         """The plan that would run in place of `plan`, which is that of the call but for its options."""
@@ -160,7 +160,7 @@ class Run(typing.NamedTuple):
 
     def forward(self, operands: Operands) -> Results:
         """The forward pass: the results of the call from its operands."""
-        if self.widened:
+        if self.why_widened:
             operands = float8.widened(self.plan, operands)
         if self.whole is None:
             return self.backend.forward(self.plan, operands, self.target)
@@ -198,7 +198,7 @@ def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
             why = _refusal(name, made, target, named=implementation is not None)
         if why is None:
             run = Run(backend(name), with_measured_tiles(made, name, target), target, tuple(refusals))
-            return _split(run._replace(widened=widened))
+            return _split(run._replace(why_widened=widened))
         refusals.append((name, why))
     raise _none_accepts(refusals)
 

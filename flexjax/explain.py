@@ -352,7 +352,7 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     said = set(run.refusals)
     lines = [
         f"runs on: {run.backend.name}",
-        *([f"  in {run.plan.dtype}: {run.widened}"] if run.widened else []),
+        *([f"  in {run.plan.dtype}: {run.why_widened}"] if run.why_widened else []),
         *(f"  not {name}: {why}" for name, why in run.refusals),
     ]
     tile_sizes = getattr(run.backend, "tile_sizes", None)

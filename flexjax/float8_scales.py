@@ -8,8 +8,8 @@ score program, those of values of the program of the factor of each probability 
 compile nothing, and every backend has them.
 """
 
+import dataclasses
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -25,29 +25,36 @@ from flexjax.types import ArrayArgument, ArrayOrShape, ScoreMod
 Array = jax.Array
 
 SMALLEST = 1e-12
-"""The smallest scale. That scales are known to be positive lets a kernel multiply by them where it scales a score to base 2."""
+"""The smallest scale of queries and keys. That they are known to be positive lets a kernel multiply by them where it scales a score to base
+2."""
 NAMES = ("query_scales", "key_scales", "value_scales")
 
 
-class ScaleTable(typing.NamedTuple):
-    """The scales of one operand, float32 [B or 1, heads, blocks], each of `block` tokens.
-
-    group   query heads that one head of the operand serves
-    """
+@dataclasses.dataclass(frozen=True)
+class ScaleTable:
+    """The scales of one operand, float32 [B or 1, query heads, blocks], each of `block` tokens."""
 
     values: Array
     block: int
-    group: int
 
-    def at(self, b: Array, h: Array, token: Array) -> Array:
-        """The scale of batch entry b, query head h and a token, a float32 scalar, at least SMALLEST."""
+    def __call__(self, b: Array, h: Array, token: Array) -> Array:
+        """The scale of batch entry b, query head h and a token, a float32 scalar."""
         entry = b if self.values.shape[0] > 1 else 0
-        head = h // self.group if self.group > 1 else h
         block = token // self.block if self.values.shape[2] > 1 else 0
-        return jnp.maximum(self.values[entry, head, block], SMALLEST)
+        return self.values[entry, h, block]
 
 
-class Scales(typing.NamedTuple):
+def _spread(x: Array, axis: int, times: int) -> Array:
+    """Each element along an axis so many times, neighbouring. Unlike jnp.repeat it takes arrays that explicit mesh axes split."""
+    if times == 1:
+        return x
+    shape = x.shape
+    x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*shape[: axis + 1], times, *shape[axis + 1 :]))
+    return x.reshape(*shape[:axis], shape[axis] * times, *shape[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTables:
     """The scale tables of a call's operands; None for one that is multiplied by 1."""
 
     query: ScaleTable | None
@@ -63,7 +70,7 @@ class Scales(typing.NamedTuple):
         def scaled(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
             """What score_mod makes of the score of the dequantised query and key, or that score without score_mod."""
             for table, token in ((query, q_idx), (key, kv_idx)):
-                score = score if table is None else score * table.at(b, h, token)
+                score = score if table is None else score * jnp.maximum(table(b, h, token), SMALLEST)
             return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
 
         return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
@@ -76,7 +83,7 @@ class Scales(typing.NamedTuple):
         value = self.value
         if value is None:
             return None
-        return trace_multiplier("value_scales", lambda b, h, q_idx, kv_idx: value.at(b, h, kv_idx), sizes)
+        return trace_multiplier("value_scales", lambda b, h, q_idx, kv_idx: value(b, h, kv_idx), sizes)
 
 
 def dequantised(arrays: tuple[Array, Array, Array], given: Arguments[ArrayArgument], layout: str) -> list[Array]:
@@ -93,36 +100,39 @@ def dequantised(arrays: tuple[Array, Array, Array], given: Arguments[ArrayArgume
             scales = jnp.asarray(scales, jnp.float32)
             if scales.ndim == 2:
                 scales = jnp.expand_dims(scales, tokens)
-            x = x * jnp.repeat(scales, x.shape[tokens] // scales.shape[tokens], axis=tokens)[..., None]
+            x = x * _spread(scales, tokens, x.shape[tokens] // scales.shape[tokens])[..., None]
         made.append(x)
     return made
 
 
-def of_call(arguments: Arguments[ArrayOrShape], inputs: Inputs, layout: str) -> Scales:
+def of_call(arguments: Arguments[ArrayOrShape], inputs: Inputs, layout: str) -> ScaleTables:
     """The scale tables of a call, all None where it has no scales.
 
-    Raises ValueError for scales that do not fit (`check_scales`), for float8 operands beside dropout, which is for training, and for scales beside an origin, whose indices are not those of the arrays.
+    Raises ValueError for scales that do not fit (`check_scales`), beside extra features, whose products would have them too, and beside an
+    origin, whose indices are not those of the arrays.
     """
     get = arguments.get
     given = get("query_scales"), get("key_scales"), get("value_scales")
     scales = check_scales(given, inputs, layout)
-    if inputs.dtype == FLOAT8 and get("dropout_rate", 0.0):
-        raise bad_argument(
-            "dropout_rate", repr(get("dropout_rate")), f"0.0 for {FLOAT8} inputs, which have no gradients",
-            "Train in bfloat16.",
-        )  # fmt: skip
     named = [name for name, x in zip(NAMES, given, strict=True) if x is not None]
+    if named and inputs.extra_dim:
+        raise bad_argument(
+            "query_extra",
+            "given beside scales",
+            "None",
+            "Append the features to query and key before these become float8.",
+        )
     block_mask = get("block_mask")
     if named and (get("origin") is not None or (block_mask is not None and block_mask.origin is not None)):
         raise bad_argument(
             named[0], "given beside an origin", "None",
-            "Multiply the score by the scales in score_mod, whose indices the origin moves.",
+            "Cast the arrays to bfloat16 and multiply them by their scales.",
         )  # fmt: skip
     return scales
 
 
-def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: str) -> Scales:
-    """The tables of the arguments NAMES; Scales of three None where all are None.
+def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: str) -> ScaleTables:
+    """The tables of the arguments NAMES; ScaleTables of three None where all are None.
 
     given    the arguments, in the order of NAMES, not checked yet: None, or floating arrays [B or 1, heads], or with a scale for each of n
              blocks [B or 1, n, heads] (BNTH: [B or 1, heads, n]), where n divides the tokens of the operand
@@ -158,5 +168,7 @@ def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: s
                 f"float32[{inputs.batch}, {heads}], a scale for each head, or float32{shape}, one for each of n blocks",
                 f"n divides the {tokens} tokens; the first dim may be 1.",
             )
-        tables.append(ScaleTable(found.astype(jnp.float32), tokens // max(blocks, 1), inputs.q_heads // heads))
-    return Scales(*tables)
+        # of query heads, as a mesh splits them
+        found = _spread(found.astype(jnp.float32), 1, inputs.q_heads // heads)
+        tables.append(ScaleTable(found, tokens // max(blocks, 1)))
+    return ScaleTables(*tables)

@@ -17,6 +17,7 @@ from flexjax.attention import flex_attention
 from flexjax.call_arguments import Arguments
 from flexjax.combine import and_masks
 from flexjax.errors import bad_argument
+from flexjax.plan.kernel_plan import FLOAT8
 from flexjax.types import ArrayArgument, AuxRequest, Implementations, MaskMod
 
 Array = jax.Array
@@ -147,7 +148,7 @@ def _four_axes(name: str, x: Array) -> Array:
 
     name   of the argument, for messages
 
-    Raises ValueError for integers, and for arrays of 0 dims or of more than four.
+    Raises ValueError for integers and float8, and for arrays of 0 dims or of more than four.
     """
     if not 1 <= x.ndim <= 4:
         raise bad_argument(
@@ -159,6 +160,13 @@ def _four_axes(name: str, x: Array) -> Array:
             f"{x.dtype.name}{list(x.shape)}",
             "a floating array",
             "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1.",
+        )
+    if x.dtype == FLOAT8:
+        raise bad_argument(
+            name,
+            f"{x.dtype.name}{list(x.shape)}",
+            "a floating array of 16 bits or more",
+            "Cast it, or call flexjax.flex_attention, which takes float8 and its scales.",
         )
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 

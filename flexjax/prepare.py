@@ -131,6 +131,13 @@ def prepare(
     dropout = dropout_program(
         get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
     )
+    if inputs.dtype == FLOAT8 and dropout is not None:
+        raise bad_argument(
+            "dropout_rate",
+            repr(get("dropout_rate")),
+            f"0.0 for {FLOAT8} inputs, which have no gradients",
+            "Train in bfloat16.",
+        )
     dropout = scales.factor(sizes) if scales.value is not None else dropout
     score, dropout = (None if x is None else _at_origin(x, origin, own_sizes) for x in (score, dropout))
     dtype = "bfloat16" if inputs.dtype == FLOAT8 else inputs.dtype

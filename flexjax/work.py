@@ -68,7 +68,7 @@ def work_of(call: Call, run: Run) -> Work | None:
     key_side = (
         plan.kv_heads * plan.kv_len * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.kv_len * plan.extra_dim
     )
-    moved = plan.batch * jnp.dtype(plan.dtype).itemsize * (query_side + key_side)
+    moved = plan.batch * jnp.dtype(plan.input_dtype).itemsize * (query_side + key_side)
     return Work(visited, total, mask is not None, flops, moved)
 
 

@@ -93,13 +93,16 @@ def test_many_calls_at_once_have_scales_of_their_own() -> None:
 def test_heads_that_a_mesh_splits_keep_their_scales(kind: str) -> None:
     types = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
     mesh = jax.make_mesh((2,), ("h",), axis_types=(types[kind],))
-    given, of = arrays(), {"query_scales": scales((B, N)), "value_scales": scales((B, 6, M), 1)}
+    given = arrays()
+    of = {"query_scales": scales((B, N)), "key_scales": scales((B, M), 2), "value_scales": scales((B, 6, M), 1)}
     call = lambda given, of: flexjax.flex_attention(**given, **of, mask_mod=masks.causal)
     want = call(given, of)
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "h"))
+    by = lambda *axes: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    given = jax.device_put(given, by(None, None, "h"))
+    of = {name: jax.device_put(x, by(None, *[None] * (x.ndim - 2), "h")) for name, x in of.items()}
     with jax.set_mesh(mesh):
-        text = jax.jit(call).lower(jax.device_put(given, split), of).compile().as_text()
-        got = jax.jit(call)(jax.device_put(given, split), of)
+        text = jax.jit(call).lower(given, of).compile().as_text()
+        got = jax.jit(call)(given, of)
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-2, atol=1e-3)
 
@@ -129,6 +132,31 @@ def test_there_are_no_gradients() -> None:
     assert str(caught.value) == (
         "A call with float8_e4m3fn inputs has no gradients. Cast the inputs to bfloat16, or put jax.lax.stop_gradient around what the "
         "call is given and what its mods capture."
+    )
+
+
+def test_scales_of_values_have_no_gradients() -> None:
+    given = arrays()
+    loss = lambda scales: flexjax.flex_attention(**given, value_scales=scales).astype(jnp.float32).sum()
+    with pytest.raises(NotImplementedError, match="A call with float8_e4m3fn inputs has no gradients"):
+        jax.grad(loss)(jnp.ones((B, M)))
+
+
+@pytest.mark.parametrize("size", [1e-14, 1e4])
+def test_scales_of_values_of_any_size(size: float) -> None:
+    given, of = arrays(), scales((B, 6, M))
+    out = flexjax.flex_attention(**given, value_scales=of * size)
+    want = np.asarray(flexjax.flex_attention(**given, value_scales=of), np.float64) * size
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2e-2, atol=1e-3 * size)
+
+
+def test_dot_product_attention_takes_none() -> None:
+    given = arrays()
+    with pytest.raises(ValueError, match=r"^`query`") as caught:
+        flexjax.dot_product_attention(given["query"], given["key"], given["value"])
+    assert str(caught.value) == (
+        "`query` is float8_e4m3fn[2, 24, 4, 16]; expected a floating array of 16 bits or more. Cast it, or call flexjax.flex_attention, "
+        "which takes float8 and its scales."
     )
 
 
@@ -164,10 +192,13 @@ REFUSED: dict[str, tuple[Arrays, str]] = {
         {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)},
         "`dropout_rate` is 0.1; expected 0.0 for float8_e4m3fn inputs, which have no gradients. Train in bfloat16.",
     ),
+    "extra features": (
+        {"query_scales": jnp.ones((B, N)), "query_extra": jnp.ones((B, T, N, 2), FLOAT8), "key_extra": jnp.ones((B, S, M, 2), FLOAT8)},
+        "`query_extra` is given beside scales; expected None. Append the features to query and key before these become float8.",
+    ),
     "an origin": (
         {"query_scales": jnp.ones((B, N)), "origin": flexjax.Origin(query=4)},
-        "`query_scales` is given beside an origin; expected None. Multiply the score by the scales in score_mod, whose indices the origin "
-        "moves.",
+        "`query_scales` is given beside an origin; expected None. Cast the arrays to bfloat16 and multiply them by their scales.",
     ),
 }  # fmt: skip
 

@@ -12,11 +12,11 @@ and likewise the other three. So a thread puts its four numbers into one word, a
 makes V key-major (`key_major`) also exchanges keys among 16. Nothing moves between threads.
 
 Where tiles of V have columns of ones (`ForwardTile.sum_columns`), which the kernel writes once to each slot of shared memory
-(`write_ones`), P V has the sums of the rounded weights there. Dividing by these, what rounding
-takes from a weight that outweighs the others cancels; and no thread adds weights.
+(`write_ones`), P V has the sums of the rounded weights there. Dividing by these sums cancels the rounding of a weight that dominates
+its row; and no thread adds weights.
 
 WGMMA adds products of float8 with about 14 bits and cuts off the rest: thousands of weights that add to one number lose percents of it. So
-it adds those of one tile of keys, and the tiles are added in float32. Hopper alone is known to do this.
+it adds those of one tile of keys, and the tiles are added in float32. Measured on Hopper.
 
 Weights are rounded to float8, whose largest number is 448 and whose smallest normal number is 2^-6. References of the softmax therefore
 lie LIFT powers of two below the maximum (online_softmax.py): the largest weight of a row is at least 2^LIFT and, because a reference rises
@@ -56,6 +56,7 @@ FOUR_ONES = 0x38383838
 THREADS = 128
 """Of a warpgroup."""
 BYTES = plgpu.Layout.WGMMA_8BIT
+"""The registers of a left operand of 8 bits."""
 
 
 def key_major(value: jax.Array, layout: str) -> jax.Array:

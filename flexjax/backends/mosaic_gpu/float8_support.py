@@ -5,12 +5,13 @@ Nothing here imports Mosaic.
 
 from flexjax.backends.mosaic_gpu import choose_kernel
 from flexjax.backends.mosaic_gpu.columns import ctas_of
-from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS
+from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, factor_is_uniform
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.plan.float8 import widened_plan
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
 
 SMALL_DIM = 64
+"""The largest head dim at which bfloat16 is as fast."""
 OUT_COLUMNS = 64
 """Columns of the part of an output that leaves in one copy, of which the tiles of the output have whole parts."""
 
@@ -21,7 +22,8 @@ def refuses(plan: KernelPlan, card: Card | None) -> str | None:
     card   that of `choose_kernel.mma_card`; None: the kernels for Hopper run
 
     Refused are other kernels than that for Hopper, calls that the decode kernel runs, head dims up to SMALL_DIM, where exponentials and not
-    products take the time, head dims whose columns two CTAs share, and row maxima, which float8 references do not follow.
+    products take the time, head dims whose columns two CTAs share, scales of values that differ along a row, with which weights may leave
+    the range of float8, and row maxima, which float8 references do not follow.
     """
     if card is not None:
         return f"Only the kernel for Hopper multiplies {FLOAT8}."
@@ -34,6 +36,8 @@ def refuses(plan: KernelPlan, card: Card | None) -> str | None:
         return f"Head dims {plan.head_dim} and {plan.value_dim} take two CTAs, which do not multiply {FLOAT8}."
     if plan.value_dim > FLOAT8_COLUMNS and plan.value_dim % OUT_COLUMNS:
         return f"The head dim of value is {plan.value_dim}; above {FLOAT8_COLUMNS} the products of {FLOAT8} take multiples of {OUT_COLUMNS}."
+    if plan.dropout is not None and not factor_is_uniform(plan):
+        return f"Scales of blocks of values would multiply softmax weights before these are rounded to {FLOAT8}."
     if plan.max_scores:
         return f"The kernel that multiplies {FLOAT8} does not return max_scores."
     return None

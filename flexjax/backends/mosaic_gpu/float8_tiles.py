@@ -14,13 +14,6 @@ SUM_COLUMNS = 8
 """The fewest columns that WGMMA adds."""
 
 
-def sums_by_product(plan: KernelPlan) -> bool:
-    """Whether the product with the values also sums the softmax weights of float8: where these are not multiplied by a factor that differs
-    along a row.
-    """
-    return plan.dropout is None or factor_is_uniform(plan)
-
-
 def factor_is_uniform(plan: KernelPlan) -> bool:
     """Whether the factor of each probability (`KernelPlan.dropout`) is the same for a whole head; False without one."""
     return plan.dropout is not None and not axes_of(plan.dropout.results[0]) - UNIFORM

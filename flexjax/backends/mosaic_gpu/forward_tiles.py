@@ -14,7 +14,7 @@ import typing
 from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import dq_order, staging
 from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
-from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, FLOAT8_RINGS, SUM_COLUMNS, sums_by_product
+from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, FLOAT8_RINGS, SUM_COLUMNS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
@@ -324,7 +324,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 tile = dataclasses.replace(
                     tile, parts=parts, ctas=ctas, float8=plan.float8, **_pipeline_defaults(plan, size, groups)
                 )
-                if plan.float8 and sums_by_product(plan):
+                if plan.float8:
                     tile = dataclasses.replace(tile, sum_columns=SUM_COLUMNS)
                 if ctas > 1:
                     tile = dataclasses.replace(tile, out_slots=1)

@@ -57,6 +57,7 @@ from flexjax.backends.mosaic_gpu.registers import (
 PERIOD = 8
 """Columns after which the columns that a thread holds repeat; a narrow tile has as many."""
 LANES_OF_ROW = 4
+"""Lanes that hold a row of a tile."""
 LANE_DISTANCES = (1, 2)
 """Exchanging with the lanes at these distances (XOR of lane numbers) reduces over the four lanes that hold a row."""
 

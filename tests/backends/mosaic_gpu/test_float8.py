@@ -1,6 +1,5 @@
 """Calls on float8 in the kernel for Hopper: which it multiplies as float8, the order of keys, and what the simulated kernel computes."""
 
-import dataclasses
 import typing
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks
-from flexjax.backends.mosaic_gpu import three_groups
 from flexjax.backends.target import Target
 from flexjax.dispatch import choose
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
@@ -63,6 +61,11 @@ WIDENED: dict[str, tuple[Target, str, typing.Callable[[], KernelPlan]]] = {
     "one query": (
         HOPPER, "The decode kernel, for few queries, does not multiply float8_e4m3fn.", lambda: planned(1, kv_len=8192),
     ),
+    "scales of blocks of values": (
+        HOPPER,
+        "Scales of blocks of values would multiply softmax weights before these are rounded to float8_e4m3fn.",
+        lambda: planned(value_scales=np.ones((2, 64, 16), np.float32)),
+    ),
     "max_scores": (
         HOPPER, "The kernel that multiplies float8_e4m3fn does not return max_scores.",
         lambda: planned(return_aux=flexjax.AuxRequest(max_scores=True)),
@@ -77,7 +80,7 @@ def test_what_is_multiplied_as_float8(name: str) -> None:
 
     groups, make = MULTIPLIED[name]
     run = choose(make(), None, HOPPER)
-    assert (run.backend.name, run.plan.float8, run.widened) == ("mosaic_gpu", True, "")
+    assert (run.backend.name, run.plan.float8, run.why_widened) == ("mosaic_gpu", True, "")
     tile = choose_kernel.forward_kernel(_kernel_plan(run.plan))
     assert (tile.groups, tile.float8, tile.overlap, tile.sum_columns) == (groups, True, False, 8)
 
@@ -87,15 +90,7 @@ def test_other_calls_run_in_bfloat16(name: str) -> None:
     target, why, make = WIDENED[name]
     run = choose(make(), None, target)
     assert (run.backend.name, run.plan.float8, run.plan.dtype) == ("mosaic_gpu", False, "bfloat16")
-    assert run.widened == why
-
-
-def test_weights_with_factors_along_a_row_are_not_summed_by_the_product() -> None:
-    from flexjax.backends.mosaic_gpu import choose_kernel
-
-    by_block = planned(value_scales=np.ones((2, 64, 16), np.float32))
-    assert choose_kernel.forward_kernel(by_block).sum_columns == 0
-    assert three_groups.mask_blocks(dataclasses.replace(planned(mask_mod=masks.causal), float8=False)) is None
+    assert run.why_widened == why
 
 
 def test_weights_meet_the_values_of_their_keys() -> None:
@@ -132,9 +127,9 @@ def test_values_are_padded_with_zeros() -> None:
 # ------------------------------------------------------------------- the simulated kernel
 
 SIMULATED: dict[str, dict[str, typing.Any]] = {
-    "causal, scales by head": {"mask_mod": masks.causal, "by": ((2, 4), (2, 2), (2, 2))},
+    "causal, scales by head": {"mask_mod": masks.causal, "by": ((2, 4), (2, 2), (2, 2)), "size": 1e-4},
     "scales by block, odd lengths": {
-        "mask_mod": masks.causal, "by": ((1, 2, 4), (2, 4, 2), (2, 2, 2)), "q_len": 90, "kv_len": 148,
+        "mask_mod": masks.causal, "by": ((1, 2, 4), (2, 4, 2), (2, 2)), "size": 100.0, "q_len": 90, "kv_len": 148,
     },
     "192 queries": {"mask_mod": masks.causal, "by": ((2, 4), None, (2, 2)), "q_len": 200, "kv_len": 136, "block_q": 192},
     "ALiBi, no mask": {"score_mod": lambda s, b, h, q, k: s - 0.1 * jnp.abs(q - k), "by": (None, None, None), "layout": "BNTH"},
@@ -154,6 +149,7 @@ def check_case(name: str, interpret: bool) -> None:
     of many. tools/device/check_sanitizer.py runs it on a GPU.
     """
     case = dict(SIMULATED[name])
+    size = case.pop("size", 1.0)  # of the scales of values
     by, layout, lengths = case.pop("by"), case.pop("layout", "BTNH"), case.pop("lengths", None)
     dim, block_q = case.pop("dim", 96), case.pop("block_q", None)
     q_len, kv_len = case.pop("q_len", 128), case.pop("kv_len", 128)
@@ -168,6 +164,8 @@ def check_case(name: str, interpret: bool) -> None:
     of = {
         n: jnp.asarray(rng.uniform(0.3, 1.5, s), jnp.float32) for n, s in zip(names, by, strict=True) if s is not None
     }
+    if "value_scales" in of:
+        of["value_scales"] *= size
     if lengths is not None:
         case |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": jnp.asarray([lengths[1], 64], jnp.int32)}
     call = lambda implementation, options: flexjax.flex_attention(
