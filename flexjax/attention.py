@@ -161,8 +161,8 @@ def flex_attention(
     float8. query, key and value of float8_e4m3fn stand for themselves times their scales, positive numbers whose batch may be 1 and whose
     blocks all have the same length; mods see scores of the dequantised numbers. On Hopper both products are of float8, and the softmax
     weights are rounded to it: an error of about 2% of out and of up to 0.04 of lse, and a key whose score is 11 below the row's largest
-    may count as 0. Other kernels and backends, and on Hopper head dims up to 64 and scales of values by block, compute in bfloat16, in which
-    float8 numbers are exact. There are no gradients, and no dropout or context; scales exclude an origin and extra features.
+    may count as 0. Other kernels and backends, and on Hopper head dims up to 64 and scales of values by block, compute in bfloat16, in
+    which float8 numbers are exact. There are no gradients, and no dropout or context; scales exclude an origin and extra features.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; dilated masks written as `... & ((q_idx - kv_idx) % m == 0)`, which run as m

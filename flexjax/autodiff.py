@@ -270,8 +270,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     `problem` asks for it; zeros take its place for a partial plan. out and lse get their names for checkpoint policies here; rounding
     gets the name of out, because a policy that saves out needs both.
 
-    Raises NotImplementedError for tangents of keys and values in pages and of their scales, for all tangents of a call on float8, and ValueError if `tangent` is bound and
-    score_mod has no derivative.
+    Raises NotImplementedError for tangents of keys and values in pages and of their scales, and for all tangents of a call on float8;
+    ValueError if `tangent` is bound and score_mod has no derivative.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]

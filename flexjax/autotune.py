@@ -102,7 +102,8 @@ def autotune(
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                  dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths, key_value_seq_lengths,
                  origin, precision, query_scales, key_scales, value_scales. An array may be a jax.ShapeDtypeStruct: random
-                 numbers take its place, and full lengths take the place of lengths. The first backend that accepts the call is the one that is timed
+                 numbers take its place, and full lengths take the place of lengths. The first backend that accepts the call is
+                 the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;

@@ -23,7 +23,9 @@ INSIDE = (
 
 
 class FallbackWarning(UserWarning):
-    """A pass of a call on a GPU or TPU runs outside of the kernels; the message says which pass, why and what to do."""
+    """A pass of a call on a GPU or TPU runs outside of the kernels or, on any platform, an array that a mesh splits over tokens or the
+    head dim is gathered; the message says which, why and what to do. Each message comes once.
+    """
 
 
 def stacklevel_of_user() -> int:

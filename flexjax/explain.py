@@ -62,12 +62,12 @@ def explain(
     context: ContextParallel | None = None,
     **arguments: typing.Unpack[ExplainArguments],
 ) -> str:
-    """Text about the call `flex_attention(query, key, value, ...)`, or `paged_attention(query, cache, table, ...)`, with the same
-    arguments; nothing is computed but block lists.
+    """A report on how `flex_attention(query, key, value, ...)`, or `paged_attention(query, cache, table, ...)`, with the same arguments
+    would run; nothing is computed but block lists.
 
-    The text has: the shapes; each traced mod, with the axes that its values depend on and the load class of each read of a
-    captured array; a picture of the blocks of the mask; the backends that would run the forward pass, the backward pass and the
-    gradients of captured arrays, with the refusal of each backend asked before; the tiles; how arrays that are split over a mesh
+    The text has: the shapes; each traced mod, with the axes that its values depend on and the access pattern of each read of a
+    captured array (scalar, slice or gather); a picture of the blocks of the mask; the backends that would run the forward pass, the
+    backward pass and the gradients of captured arrays, with the refusal of each backend asked before; the tiles; how arrays that are split over a mesh
     divide the work, and the bytes of them that are gathered; and the work: blocks visited, floating-point operations of the
     forward and the backward pass, and the bytes of query, key, value and out.
 
@@ -76,7 +76,7 @@ def explain(
                 dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths,
                 key_value_seq_lengths, origin, precision, query_scales, key_scales, value_scales. Or a query, a PagedCache and a
                 PageTable, and the keywords of paged_attention. Each array, also in a cache or a table, may be a jax.ShapeDtypeStruct
-    device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
+    device      where the call would run: a jax.Device, also of an ahead-of-time topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
                 it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query

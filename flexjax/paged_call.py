@@ -136,7 +136,7 @@ def paged_attention(
                  than 256 queries, if the cache has 16 bits and head dims up to 256
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results are
-    [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. By definition it is
+    [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. It equals
 
         k, v = flexjax.paged.gather(cache, table)
         flex_attention(query, k, v, origin=Origin(query="end"), query_seq_lengths=..., key_value_seq_lengths=table.lengths, ...)
@@ -145,9 +145,9 @@ def paged_attention(
     of the table first where they cannot read them in place, see `flexjax.explain`), and page numbers past the length of a
     request may be anything. Quantised pages are multiplied by their scales before score_mod.
 
-    The bits of a request depend on its own tokens, the mods, T (not with cu_q_lens) and the static options; not on the other
-    requests, on their number, on page numbers, on the sizes of pool and table, on padding, and not on rows past
-    query_seq_lengths. With `shared`, they also depend on how many tokens the group of the request shares, because there the
+    Results are batch-invariant: those of a request are bitwise the same whatever the other requests, their number, page numbers,
+    the sizes of pool and table, padding, and rows past query_seq_lengths are. They may change with the mods, T (not with
+    cu_q_lens) and the static options and, with `shared`, with how many tokens the group of the request shares, because there the
     sum is cut in two.
 
     New lengths, tables and offsets neither trace nor compile anything. Gradients reach query, scale, sinks and the arrays that

@@ -98,7 +98,7 @@ class KernelOptions:
     """How a call is computed; the values that it computes stay the same up to rounding. None: the backend chooses.
 
     Options that were tuned for one backend are valid for all. xla takes the nearest tile that its loops can have. A kernel
-    backend refuses a tile that it cannot run, in a sentence; the default dispatch then goes on to the next backend, and a
+    backend rejects a tile that it cannot run and says why; the default dispatch then goes on to the next backend, and a
     call whose `implementation` names only that backend raises NotImplementedError. A backend that has no such option
     ignores it, except `instruction`.
 
@@ -106,15 +106,15 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      split-KV on a GPU, in keys of a chunk: each chunk of the keys is summed by itself, and the sums are
-                               merged, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
+    split                      split-KV (flash-decoding) on a GPU, in keys of a chunk: chunks run in parallel and are merged by their
+                               lse, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
                                kernel: 16 bits, no dropout, extra features, block_q, block_kv or num_stages, and at most 64 rows, queries
                                times query heads of a key head. Others ignore it, but kernels on mma.sync refuse those of up to 64 rows.
-                               "auto": a chunk by head dims and rows, half a megabyte of keys and values or twice that. None: as "auto"
+                               "auto": chunks of 0.5 or 1 MB of keys and values, by head dims and rows. None: as "auto"
                                for keys in pages; for others as "auto" if there are more keys than queries, and key lengths or at least
                                eight keys for each row; otherwise keys are not split
-    instruction                "mma": the GPU kernels that multiply by mma.sync, on compute capability 8.0 to 9.0, 10.0, 10.3
-                               and 12.x. "tcgen05": on 10.0 and 10.3 the kernels that multiply by tcgen05, which no GPU has run yet,
+    instruction                "mma": the GPU kernels that use mma.sync (Ampere's tensor core instruction), on compute capability
+                               8.0 to 9.0, 10.0, 10.3 and 12.x. "tcgen05": on 10.0 and 10.3 the kernels that multiply by tcgen05, which no GPU has run yet,
                                and mma.sync beside them. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the others
     cta_pairs                  True: on tcgen05 two CTAs share each instruction of the dK/dV kernel where that is expected to be faster, at
                                head dims from 97 to 128; no GPU has run that yet. False: none do
@@ -168,7 +168,8 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where the arrays of a call lie in the whole problem.
+    """What is added to b, h, q_idx and kv_idx before mods, masks and dropout see them: where the arrays of a call lie in a larger
+    attention, the whole problem. For a shard, a chunk of a prefill, or a decode step.
 
     Mods, masks and dropout then see the indices of the whole problem: b + batch, h + head, q_idx + query[b], kv_idx + key[b], for
     b, h, q_idx and kv_idx that count from 0 in the arrays of the call. Arrays that mods capture are those of the whole problem.
@@ -184,9 +185,9 @@ class Origin:
                   `table[h, q_idx - kv_idx + T - 1]` are known to lie inside their arrays and stay slices; without, they become
                   gathers, which are slower
 
-    All numbers but `whole` are operands: new ones neither trace nor compile anything, except that an int 0 for `batch` and `head`
-    is left out of the program. They may be traced, and an Origin is a pytree. Indices must not be negative, and must be below
-    2^29, or `whole`.
+    All numbers except `whole` are runtime values: they may be traced, and new ones neither trace nor compile anything, except that an
+    int 0 for `batch` and `head` is left out of the program. An Origin is a pytree. Indices must not be negative, and must be below 2^29, or
+    `whole`.
 
     Example, inside jax.shard_map over an axis "sp" that splits the queries and not the keys:
 
