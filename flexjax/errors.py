@@ -4,7 +4,8 @@ ValueError           the caller passed something wrong; the message names the ar
                      what to do
 ModError             a ValueError about a score_mod, mask_mod or similar function
 NotImplementedError  no backend that was asked can run this call, or flexjax has no such function; the message says why
-FallbackWarning      a pass of a call on a GPU or TPU runs on a backend that the call does not name, and not on the kernels
+FallbackWarning      a pass of a call on a GPU or TPU runs on a backend that the call does not name, and not on the kernels; or, on
+                     any platform, arrays that a mesh splits are gathered, or every device computes the whole call
 """
 
 import contextlib
@@ -23,8 +24,9 @@ INSIDE = (
 
 
 class FallbackWarning(UserWarning):
-    """A pass of a call on a GPU or TPU runs outside of the kernels or, on any platform, an array that a mesh splits over tokens or the
-    head dim is gathered; the message says which, why and what to do. Each message comes once.
+    """A call runs slower than it could. On a GPU or TPU: a pass runs outside of the kernels. On any platform: devices of a mesh gather
+    arrays before the call, because they are split over tokens or the head dim, or each device computes the whole call. The message says
+    which pass or arrays, why and what to do.
     """
 
 
