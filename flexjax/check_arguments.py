@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.errors import bad_argument, stacklevel_of_user
+from flexjax.errors import bad_argument, kind_of, stacklevel_of_user
 from flexjax.plan.kernel_plan import FLOAT8, Lengths
 from flexjax.types import AuxRequest, KernelOptions
 
@@ -160,7 +160,7 @@ def _warn_of_swapped_axes(query: Array, layout: str) -> None:
 def _array(name: str, x: object) -> Array:
     """The argument `name` as a jax array. Raises ValueError for anything but a jax or numpy array of static shape."""
     if not isinstance(x, jax.Array | np.ndarray):
-        raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
+        raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
     _check_static(name, x.shape)
     return jnp.asarray(x)
 
@@ -323,7 +323,7 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     if not isinstance(mask, BlockMask):
         raise bad_argument(
             "block_mask",
-            f"a {type(mask).__name__}",
+            kind_of(mask),
             "a flexjax.BlockMask",
             "A plain mask function goes to mask_mod=.",
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
 
 Array = jax.Array
@@ -87,7 +87,7 @@ def key_words(key: object) -> Array:
     if key is None:
         raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
     if not isinstance(key, jax.Array | np.ndarray):
-        raise bad_argument("dropout_key", f"a {type(key).__name__}", "one key", "Pass jax.random.key(seed).")
+        raise bad_argument("dropout_key", kind_of(key), "one key", "Pass jax.random.key(seed).")
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     if data.dtype != jnp.uint32 or data.ndim != 1 or data.shape[0] < 2:
         raise bad_argument(

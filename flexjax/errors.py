@@ -40,6 +40,16 @@ def stacklevel_of_user() -> int:
     return level
 
 
+def kind_of(value: object) -> str:
+    """What a value is, for a message: "an int", "a list", "an ndarray"; "None" for None."""
+    return "None" if value is None else with_article(type(value).__name__)
+
+
+def with_article(word: str) -> str:
+    """The name of a type or dtype with its article, as it is spoken: "an int32", "an ndarray", "a uint8"."""
+    return f"an {word}" if word.lower().startswith(("a", "e", "i", "o", "nd")) else f"a {word}"
+
+
 def bad_argument(name: str, got: object, expected: str, todo: str) -> ValueError:
     """The ValueError with the message "`NAME` is GOT; expected EXPECTED. TODO"; the caller raises it.
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from flexjax.call_arguments import Arguments
 from flexjax.check_arguments import Inputs
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.plan.kernel_plan import FLOAT8
 from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
 from flexjax.types import ArrayArgument, ArrayOrShape, ScoreMod
@@ -153,7 +153,7 @@ def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: s
                 "Multiply the array itself by its scales.",
             )  # fmt: skip
         if not isinstance(x, jax.Array | np.ndarray):
-            raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
+            raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
         array = jnp.asarray(x)
         by_block = array.ndim == 3
         found = jnp.swapaxes(array, 1, 2) if by_block and layout == "BTNH" else array if by_block else array[..., None]

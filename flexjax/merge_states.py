@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 
 Array = jax.Array
 
@@ -37,7 +37,7 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
     """
     for name, x in (("outs", outs), ("lses", lses)):
         if not isinstance(x, Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
-            got = f"{x.dtype.name}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else f"a {type(x).__name__}"
+            got = f"{x.dtype.name}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else kind_of(x)
             raise bad_argument(name, got, "an array of floats", "Stack the results of the calls with jnp.stack.")
     if lses.ndim == 0 or outs.shape[:-1] != lses.shape:
         raise bad_argument(

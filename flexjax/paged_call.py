@@ -24,7 +24,7 @@ from flexjax.attention import with_aux
 from flexjax.autodiff import attention
 from flexjax.call_arguments import text_of_call
 from flexjax.check_arguments import check_options
-from flexjax.errors import add_note_once, bad_argument
+from flexjax.errors import add_note_once, bad_argument, kind_of
 from flexjax.merge_states import merge_attention_states
 from flexjax.paged.cache import PagedCache
 from flexjax.paged.shared_prefix import SharedPrefix, check_shared
@@ -285,7 +285,7 @@ def _placed(mod: typing.Any, origin: object) -> typing.Any:
     if origin is None:
         return mod
     if not isinstance(origin, Origin):
-        raise bad_argument("origin", f"a {type(origin).__name__}", "a flexjax.Origin or None", "None starts at 0.")
+        raise bad_argument("origin", kind_of(origin), "a flexjax.Origin or None", "None starts at 0.")
     for name in ("query", "key"):
         start = getattr(origin, name)
         if not isinstance(start, int) or start != 0:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.ir.builder import Builder
 from flexjax.ir.program import SCORE, Atom, Axes, B, H, Program
 from flexjax.ir.replay import replay
@@ -184,7 +184,7 @@ def table_of(
         return origin
     if not isinstance(origin, Origin):
         raise bad_argument(
-            "origin", f"a {type(origin).__name__}", "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
+            "origin", kind_of(origin), "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
         )
     whole = _whole(origin.whole)
     at_end = isinstance(origin.query, str) and origin.query == "end"

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from flexjax.attention import flex_attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.combine import and_masks
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.jax_nn import broadcast_lookup
 from flexjax.masks import causal
 from flexjax.types import Implementations, KernelOptions, MaskMod, ScoreMod
@@ -159,7 +159,7 @@ def _refuse(**given: object) -> None:
     for name, value in given.items():
         default = (None, jax.lax.Precision.DEFAULT, "default") if name == "precision" else (None,)
         if not any(value is d or (isinstance(value, str) and value == d) for d in default):
-            got = repr(value) if name == "precision" else f"a {type(value).__name__}"
+            got = repr(value) if name == "precision" else kind_of(value)
             raise bad_argument(name, got, "None", f"Leave it out: {_REASONS[name]}.")
 
 

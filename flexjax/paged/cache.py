@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.paged.table import (
     Growth,
     PageTable,
@@ -352,9 +352,7 @@ def check_cache(cache: object) -> tuple[int, int]:
     with a page of a multiple of 8 tokens, and with float32 scales [M] or [P, M] exactly where the dtype is quantised.
     """
     if not isinstance(cache, PagedCache):
-        raise bad_argument(
-            "cache", f"a {type(cache).__name__}", "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty."
-        )
+        raise bad_argument("cache", kind_of(cache), "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty.")
     for name, array, letters in (("key", cache.key, "[P, page, M, D]"), ("value", cache.value, "[P, page, M, E]")):
         is_array = isinstance(array, Array | np.ndarray) and array.ndim == 4
         if not is_array or array.dtype.name not in (*PLAIN, *LARGEST):

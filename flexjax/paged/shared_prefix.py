@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.paged.table import check_int32, described
 
 Array = jax.Array
@@ -46,9 +46,7 @@ def check_shared(shared: object, requests: int, page: int) -> SharedPrefix:
     page       tokens of a page of the cache
     """
     if not isinstance(shared, SharedPrefix):
-        raise bad_argument(
-            "shared", f"a {type(shared).__name__}", "a flexjax.SharedPrefix or None", "None shares nothing."
-        )
+        raise bad_argument("shared", kind_of(shared), "a flexjax.SharedPrefix or None", "None shares nothing.")
     pages = shared.prefix_pages
     if not isinstance(pages, Array | np.ndarray) or pages.ndim != 2 or pages.dtype != jnp.int32 or not pages.size:
         raise bad_argument(

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 
 Array = jax.Array
 
@@ -289,9 +289,7 @@ def check_table(table: object, page: int | None) -> int:
     numbers in the arrays are not checked.
     """
     if not isinstance(table, PageTable):
-        raise bad_argument(
-            "table", f"a {type(table).__name__}", "a flexjax.paged.PageTable", "Make it with flexjax.paged.table."
-        )
+        raise bad_argument("table", kind_of(table), "a flexjax.paged.PageTable", "Make it with flexjax.paged.table.")
     pages, lengths, uses = (getattr(table, name) for name in ("pages", "lengths", "uses"))
     for name, array, rank, letters in (
         ("pages", pages, 2, "[R, n]"),
@@ -362,4 +360,4 @@ def described(given: object) -> str:
     """An argument for a message: dtype and shape of an array, else the name of its type."""
     if isinstance(given, Array | np.ndarray):
         return f"{given.dtype.name}{list(given.shape)}"
-    return f"a {type(given).__name__}"
+    return kind_of(given)

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of
 from flexjax.parallel import context_balance
 from flexjax.parallel.context_blocks import visited_blocks
 from flexjax.parallel.context_layout import ContextLayout
@@ -178,7 +178,7 @@ def check_context(context: object) -> ContextParallel:
     if not isinstance(context, ContextParallel):
         raise bad_argument(
             "context",
-            f"a {type(context).__name__}",
+            kind_of(context),
             "a flexjax.ContextParallel",
             "Pass ContextParallel('axis', layout).",
         )
@@ -187,7 +187,7 @@ def check_context(context: object) -> ContextParallel:
         raise bad_argument("context.axis", repr(context.axis), "an axis name or a tuple of names", "Name mesh axes.")
     if context.layout is not None and not isinstance(context.layout, ContextLayout):
         raise bad_argument(
-            "context.layout", f"a {type(context.layout).__name__}", "a layout or None", "Make one with context_layout."
+            "context.layout", kind_of(context.layout), "a layout or None", "Make one with context_layout."
         )
     if context.method not in ("auto", *METHODS):
         raise bad_argument(

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from flexjax.errors import ModError, add_note_once
+from flexjax.errors import ModError, add_note_once, kind_of, with_article
 from flexjax.ir.builder import Builder
 from flexjax.ir.program import Atom, Program
 from flexjax.ir.rewrite import select_captures
@@ -66,7 +66,7 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
     out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise ModError(
-            f"`score_mod` returned a {out.dtype.name}; expected a floating scalar, the new score. "
+            f"`score_mod` returned {with_article(out.dtype.name)}; expected a floating scalar, the new score. "
             "To switch positions off, return -inf or use `mask_mod`."
         )
     source, arrays = _lowered("score_mod", traced, sizes, score_dtype, keep_custom=True)
@@ -92,7 +92,7 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
     out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
         raise ModError(
-            f"`mask_mod` returned a {out.dtype.name}; expected a bool scalar, True where the query may look at the key. "
+            f"`mask_mod` returned {with_article(out.dtype.name)}; expected a bool scalar, True where the query may look at the key. "
             "Compare explicitly, for example `value != 0`."
         )
     return TracedMod(*_lowered("mask_mod", traced, sizes))
@@ -322,7 +322,7 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
         indexed = " Write a function that indexes the array." if isinstance(mod, jax.Array | np.ndarray) else ""
-        raise ModError(f"`{name}` is {type(mod).__name__}; expected a function {wanted}.{indexed}")
+        raise ModError(f"`{name}` is {kind_of(mod)}; expected a function {wanted}.{indexed}")
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):

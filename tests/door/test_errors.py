@@ -13,7 +13,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
-from flexjax.errors import ModError
+from flexjax.errors import ModError, kind_of, with_article
 from flexjax.types import AuxRequest, KernelOptions
 
 Arrays = dict[str, jax.Array]
@@ -66,7 +66,7 @@ CALLS = [
     # ---- arrays
     Bad("layout", lambda a: attend(a, layout="NTHB"), "`layout` is 'NTHB'; expected 'BTNH' or 'BNTH'. BTNH is [batch, tokens, heads, dim]."),
     Bad("query_list", lambda a: attend(a, q=[[1.0]]), "`query` is a list; expected an array. Pass a jax.Array or a numpy array."),
-    Bad("key_none", lambda a: attend(a, k=None), "`key` is a NoneType; expected an array. Pass a jax.Array or a numpy array."),
+    Bad("key_none", lambda a: attend(a, k=None), "`key` is None; expected an array. Pass a jax.Array or a numpy array."),
     Bad("integers", lambda a: attend(a, q=a["q"].astype(jnp.int32)), "`query` is int32[2, 6, 4, 8]; expected one of float64, float32, bfloat16, float16, float8_e4m3fn. Cast it, for example x.astype(jnp.float32)."),
     Bad("integer_value", lambda a: attend(a, v=a["v"].astype(jnp.int8)), "`value` is int8[2, 10, 2, 8]; expected one of float64, float32, bfloat16, float16, float8_e4m3fn. Cast it, for example x.astype(jnp.float32)."),
     Bad("dtypes", lambda a: attend(a, k=a["k"].astype(jnp.bfloat16)), "`key` is of dtype bfloat16; expected float32, that of query. Cast them to one dtype."),
@@ -98,14 +98,14 @@ CALLS = [
     Bad("key_extra_heads", lambda a: attend(a, query_extra=a["qx"], key_extra=jnp.repeat(a["kx"], 3, 2)), "`key_extra` is of shape (2, 10, 3, 3) with 3 heads; expected a number of heads that divides query's 4. One head serves all."),
     # ---- block masks
     Bad("mask_type", lambda a: attend(a, block_mask=masks.causal), "`block_mask` is a function; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
-    Bad("mask_array", lambda a: attend(a, block_mask=np.ones((6, 10), bool)), "`block_mask` is a ndarray; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
+    Bad("mask_array", lambda a: attend(a, block_mask=np.ones((6, 10), bool)), "`block_mask` is an ndarray; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
     Bad("mask_lengths", lambda a: attend(a, block_mask=block_mask(q_len=7)), "`block_mask` is made for q_len=7, kv_len=10; expected q_len=6, kv_len=10. Build it for these lengths with create_block_mask, or slice it."),
     Bad("mask_kv_len", lambda a: attend(a, block_mask=block_mask(kv_len=S + 1)), "`block_mask` is made for q_len=6, kv_len=11; expected q_len=6, kv_len=10. Build it for these lengths with create_block_mask, or slice it."),
     Bad("mask_and_layout", lambda a: attend(a, q=jnp.ones((B, 4, 20, D)), k=jnp.ones((B, 4, 20, D)), v=jnp.ones((B, 4, 20, D)), block_mask=block_mask(q_len=20, kv_len=20)), "`block_mask` is made for q_len=20, kv_len=20; expected q_len=4, kv_len=4. These are the heads of query and key: if the arrays are in layout BNTH, pass layout='BNTH'."),
     Bad("mask_batch", lambda a: attend(a, block_mask=block_mask(3, mod=by_batch)), "`block_mask` is made for batch=3; expected batch=2 or 1. Build it with batch=2, or None to share it."),
     Bad("mask_batch_of_one", lambda a: attend(a, **{n: a[n][:1] for n in "qkv"}, block_mask=block_mask(3, mod=by_batch)), "`block_mask` is made for batch=3; expected batch=1. Build it with batch=1, or None to share it."),
     Bad("block_mask_as_mask_mod", lambda a: attend(a, mask_mod=block_mask()), "`mask_mod` is a BlockMask; expected a function mask_mod(b, h, q_idx, kv_idx). Pass a block mask as block_mask=."),
-    Bad("array_as_mask_mod", lambda a: attend(a, mask_mod=np.ones((T, S), bool)), "`mask_mod` is ndarray; expected a function mask_mod(b, h, q_idx, kv_idx). Write a function that indexes the array."),
+    Bad("array_as_mask_mod", lambda a: attend(a, mask_mod=np.ones((T, S), bool)), "`mask_mod` is an ndarray; expected a function mask_mod(b, h, q_idx, kv_idx). Write a function that indexes the array."),
     Bad("mask_heads", lambda a: attend(a, block_mask=block_mask(None, 2, mod=by_head)), "`block_mask` is made for heads=2; expected heads=4 or 1. Build it with heads=4, or None to share it."),
     Bad("mask_of_one_head", lambda a: attend(a, block_mask=block_mask(None, 1, mod=by_head)), "`block_mask` is made for heads=1 by a mask_mod that depends on `h`; expected heads=4. Build it with heads=4."),
     Bad("mask_of_one_entry", lambda a: attend(a, block_mask=block_mask(1, mod=by_batch)), "`block_mask` is made for batch=1 by a mask_mod that depends on `b`; expected batch=2. Build it with batch=2."),
@@ -116,13 +116,13 @@ CALLS = [
     Bad("scale_infinite", lambda a: attend(a, scale=float("inf")), "`scale` is inf; expected a finite float. None means 1 / sqrt(head dim)."),
     Bad("scale_of_heads", lambda a: attend(a, scale=a["sinks"]), "`scale` is float32[4]; expected a real scalar. A factor for each head or position goes into score_mod."),
     Bad("scale_complex", lambda a: attend(a, scale=a["sinks"][0] * 1j), "`scale` is complex64[]; expected a real scalar. A factor for each head or position goes into score_mod."),
-    Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
+    Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
     Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx). If it is a mask_mod, pass it as mask_mod=."),
     Bad("rate_one", lambda a: attend(a, dropout_rate=1.0), "`dropout_rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_negative", lambda a: attend(a, dropout_rate=-0.1), "`dropout_rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_text", lambda a: attend(a, dropout_rate="0.1"), "`dropout_rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("no_key", lambda a: attend(a, dropout_rate=0.1), "`dropout_key` is None; expected a key, since dropout_rate is positive. Pass jax.random.key(seed)."),
-    Bad("key_number", lambda a: attend(a, dropout_rate=0.1, dropout_key=0), "`dropout_key` is a int; expected one key. Pass jax.random.key(seed)."),
+    Bad("key_number", lambda a: attend(a, dropout_rate=0.1, dropout_key=0), "`dropout_key` is an int; expected one key. Pass jax.random.key(seed)."),
     Bad("many_keys", lambda a: attend(a, dropout_rate=0.1, dropout_key=typed(3)), "`dropout_key` is key<fry>[3]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
     Bad("key_floats", lambda a: attend(a, dropout_rate=0.1, dropout_key=jnp.zeros(2)), "`dropout_key` is float32[2]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
     Bad("aux", lambda a: attend(a, return_aux=True), "`return_aux` is True; expected None or flexjax.AuxRequest(...). For example AuxRequest(lse=True)."),
@@ -322,3 +322,12 @@ def test_arrays_of_more_heads_than_tokens_are_warned_of():
     jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q, layout="BNTH"), torch_like)
     one_token = jax.ShapeDtypeStruct((2, 1, 1024, 64), np.float32)
     jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q), one_token)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(3, "an int"), (None, "None"), ([1], "a list"), (np.ones(1), "an ndarray"), ("x", "a str")]
+)
+def test_what_a_value_is_called(value: object, text: str) -> None:
+    assert kind_of(value) == text
+    assert with_article("uint8") == "a uint8"
+    assert with_article("int32") == "an int32"

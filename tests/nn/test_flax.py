@@ -148,7 +148,7 @@ def test_broadcast_dropout_drops_the_same_positions_everywhere() -> None:
         ),
         (
             {"module": object()},
-            "`module` is a object; expected None. Leave it out: fused attention never has the weights as an array, so they "
+            "`module` is an object; expected None. Leave it out: fused attention never has the weights as an array, so they "
             "cannot be sown; see flexjax.attention_weights.",
         ),
         (

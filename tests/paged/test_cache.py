@@ -188,7 +188,7 @@ ERRORS = [
     (lambda: paged.gather(dataclasses.replace(CACHE, key_scales=jnp.ones(2)), TABLE),
      "`cache.key_scales` is given; expected None for float32. Only int8 and float8_e4m3fn have scales."),
     (lambda: paged.gather(dataclasses.replace(paged.empty(2, 8, M, D, dtype="int8"), value_scales=None), TABLE),
-     "`cache.value_scales` is a NoneType; expected float32[2] or float32[2, 2]. A quantised cache needs scales."),
+     "`cache.value_scales` is None; expected float32[2] or float32[2, 2]. A quantised cache needs scales."),
 ]
 # fmt: on
 

@@ -93,14 +93,14 @@ def test_automatic_axes_are_gathered_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("origin", "message"),
     [
-        (3, "`origin` is a int; expected a flexjax.Origin or None. None starts at 0."),
+        (3, "`origin` is an int; expected a flexjax.Origin or None. None starts at 0."),
         (
             Origin(query="end"),
             "`origin.query` is a str; expected 0: positions count in the request. Give batch and head alone.",
         ),
         (
             Origin(key=2),
-            "`origin.key` is a int; expected 0: positions count in the request. Give batch and head alone.",
+            "`origin.key` is an int; expected 0: positions count in the request. Give batch and head alone.",
         ),
         (
             Origin(head=-1),

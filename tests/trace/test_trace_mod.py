@@ -387,7 +387,7 @@ TO_NUMPY = (
 REFUSED_SCORES = {
     "not a function": (
         3,
-        "`score_mod` is int; expected a function score_mod(score, b, h, q_idx, kv_idx).",
+        "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx).",
     ),
     "too few": (
         lambda b, h, q, k: q,
@@ -396,7 +396,7 @@ REFUSED_SCORES = {
     ),
     "int": (
         lambda s, b, h, q, k: q,
-        "`score_mod` returned a int32; expected a floating scalar, the new score. "
+        "`score_mod` returned an int32; expected a floating scalar, the new score. "
         "To switch positions off, return -inf or use `mask_mod`.",
     ),
     "vector": (
@@ -463,7 +463,7 @@ def test_side_effects_are_refused() -> None:
 REFUSED_MASKS = {
     "int": (
         lambda b, h, q, k: q - k,
-        "`mask_mod` returned a int32; expected a bool scalar, True where the query may look at the key. "
+        "`mask_mod` returned an int32; expected a bool scalar, True where the query may look at the key. "
         "Compare explicitly, for example `value != 0`.",
     ),
     "too many": (

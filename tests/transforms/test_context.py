@@ -357,7 +357,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no layout": (
         bad(context=ContextParallel("sp", 4)),  # type: ignore[arg-type]
-        "`context.layout` is a int; expected a layout or None. Make one with context_layout.",
+        "`context.layout` is an int; expected a layout or None. Make one with context_layout.",
     ),
     "two masks": (
         bad(block_mask=flexjax.create_block_mask(masks.causal, None, None, T, T)),

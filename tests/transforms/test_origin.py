@@ -431,7 +431,7 @@ def test_bad_pairs() -> None:
          "Pass origin= to create_block_mask too."),
         (placed, Origin(query=5), "`origin` is another than that of block_mask; expected the same, or None. "
          "None takes that of the block mask."),
-        (None, 5, "`origin` is a int; expected a flexjax.Origin. Pass flexjax.Origin(query=...), for example."),
+        (None, 5, "`origin` is an int; expected a flexjax.Origin. Pass flexjax.Origin(query=...), for example."),
     ):  # fmt: skip
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             flexjax.flex_attention(x, x, x, block_mask=made, origin=origin)  # pyright: ignore[reportArgumentType]
