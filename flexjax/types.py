@@ -107,7 +107,7 @@ class KernelOptions:
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
     split                      split-KV (flash-decoding) on a GPU, in keys of a chunk: chunks run in parallel and are merged by their
-                               lse, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
+                               maxima and sums, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
                                kernel: 16 bits, no dropout, extra features, block_q, block_kv or num_stages, and at most 64 rows, queries
                                times query heads of a key head. Others ignore it, but kernels on mma.sync refuse those of up to 64 rows.
                                "auto": chunks of 0.5 or 1 MB of keys and values, by head dims and rows. None: as "auto"
