@@ -92,7 +92,7 @@ def check_inputs(
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
-    q, k, v = (_array(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (check_array(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     dtype = q.dtype.name
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.dtype.name not in DTYPES:
@@ -157,7 +157,7 @@ def _warn_of_swapped_axes(query: Array, layout: str) -> None:
         )
 
 
-def _array(name: str, x: object) -> Array:
+def check_array(name: str, x: object) -> Array:
     """The argument `name` as a jax array. Raises ValueError for anything but a jax or numpy array of static shape."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
@@ -247,7 +247,7 @@ def check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | 
     """
     if sinks is None:
         return None
-    s = _array("sinks", sinks)
+    s = check_array("sinks", sinks)
     if s.shape != (heads,) or not jnp.issubdtype(s.dtype, jnp.floating):
         advice = "Cast it, for example sinks.astype(jnp.float32)." if s.shape == (heads,) else "Reshape it."
         if s.shape == (tokens,) and tokens != heads:
@@ -273,7 +273,7 @@ def _check_extra(
     if query_extra is None or key_extra is None:
         missing, given = ("key_extra", "query_extra") if key_extra is None else ("query_extra", "key_extra")
         raise bad_argument(missing, "None", f"an array, since {given} is given", "Pass both or neither.")
-    qx, kx = _array("query_extra", query_extra), _array("key_extra", key_extra)
+    qx, kx = check_array("query_extra", query_extra), check_array("key_extra", key_extra)
     for name, x, like in (("query_extra", qx, q), ("key_extra", kx, k)):
         fits = x.ndim == 4 and x.dtype == q.dtype and x.shape[tokens] == like.shape[tokens]
         fits = fits and x.shape[0] in ((like.shape[0],) if name == "query_extra" else (1, q.shape[0]))

@@ -13,11 +13,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flexjax.call_arguments import Arguments
-from flexjax.check_arguments import Inputs
-from flexjax.errors import bad_argument, kind_of
+from flexjax.check_arguments import Inputs, check_array
+from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import FLOAT8
 from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
 from flexjax.types import ArrayArgument, ArrayOrShape, ScoreMod
@@ -152,9 +151,7 @@ def check_scales(given: tuple[object, object, object], inputs: Inputs, layout: s
                 name, f"given beside {inputs.dtype} arrays", f"None, or arrays of {FLOAT8}",
                 "Multiply the array itself by its scales.",
             )  # fmt: skip
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
-        array = jnp.asarray(x)
+        array = check_array(name, x)
         by_block = array.ndim == 3
         found = jnp.swapaxes(array, 1, 2) if by_block and layout == "BTNH" else array if by_block else array[..., None]
         fits = array.ndim in (2, 3) and jnp.issubdtype(array.dtype, jnp.floating)

@@ -173,6 +173,13 @@ class KernelPlan:
         return self.score_dtype if self.partial else self.dtype
 
     @property
+    def factor_is_uniform(self) -> bool:
+        """Whether the factor of each probability (`dropout`) is the same for a whole head, so that out may be multiplied by it; False
+        without one.
+        """
+        return self.dropout is not None and not ir.axes_of(self.dropout.results[0]) - ir.UNIFORM
+
+    @property
     def group(self) -> int:
         """Query heads of one key head: query head n reads key head n // group."""
         return self.q_heads // self.kv_heads

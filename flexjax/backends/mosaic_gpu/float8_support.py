@@ -5,7 +5,7 @@ Nothing here imports Mosaic.
 
 from flexjax.backends.mosaic_gpu import choose_kernel
 from flexjax.backends.mosaic_gpu.columns import ctas_of
-from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, factor_is_uniform
+from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
 from flexjax.plan.float8 import widened_plan
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
@@ -36,7 +36,7 @@ def refuses(plan: KernelPlan, card: Card | None) -> str | None:
         return f"Head dims {plan.head_dim} and {plan.value_dim} take two CTAs, which do not multiply {FLOAT8}."
     if plan.value_dim > FLOAT8_COLUMNS and plan.value_dim % OUT_COLUMNS:
         return f"The head dim of value is {plan.value_dim}; above {FLOAT8_COLUMNS} the products of {FLOAT8} take multiples of {OUT_COLUMNS}."
-    if plan.dropout is not None and not factor_is_uniform(plan):
+    if plan.dropout is not None and not plan.factor_is_uniform:
         return f"Scales of blocks of values would multiply softmax weights before these are rounded to {FLOAT8}."
     if plan.max_scores:
         return f"The kernel that multiplies {FLOAT8} does not return max_scores."

@@ -3,17 +3,9 @@
 Nothing here imports Mosaic.
 """
 
-from flexjax.ir.program import UNIFORM, axes_of
-from flexjax.plan.kernel_plan import KernelPlan
-
 FLOAT8_RINGS = ((2, 2, 2), (3, 3, 2))
 """The rings of float8 operands, which are half as large, before those of RINGS."""
 FLOAT8_COLUMNS = 128
 """Columns of a product of float8 with the values."""
 SUM_COLUMNS = 8
 """The fewest columns that WGMMA adds."""
-
-
-def factor_is_uniform(plan: KernelPlan) -> bool:
-    """Whether the factor of each probability (`KernelPlan.dropout`) is the same for a whole head; False without one."""
-    return plan.dropout is not None and not axes_of(plan.dropout.results[0]) - UNIFORM

@@ -186,14 +186,14 @@ class QueryRows(typing.Generic[AnyTile]):
     @property
     def step_factor(self) -> TileProgram | None:
         """The program of the factor of each probability of a step; None where there is none, or it is the same for a whole head."""
-        return None if self.setup.factor_is_uniform else self.programs.dropout
+        return None if self.setup.plan.factor_is_uniform else self.programs.dropout
 
     def _uniform_factor(self) -> jax.Array | None:
-        """The factor of all probabilities of these rows, a scalar, where it is the same for a whole head (`setup.factor_is_uniform`); None
+        """The factor of all probabilities of these rows, a scalar, where it is the same for a whole head (`KernelPlan.factor_is_uniform`); None
         where `softmax` applies it, or there is none.
         """
         plan, program = self.setup.plan, self.programs.dropout
-        if program is None or plan.dropout is None or not self.setup.factor_is_uniform:
+        if program is None or plan.dropout is None or not self.setup.plan.factor_is_uniform:
             return None
         return program.scalar_values(plan.dropout.results)[0]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 
-from flexjax.backends.mosaic_gpu import float8_products, float8_tiles
+from flexjax.backends.mosaic_gpu import float8_products
 from flexjax.backends.mosaic_gpu.forward_barriers import PingPong, SlotBarriers
 from flexjax.backends.mosaic_gpu.forward_pages import KeyPages
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
@@ -104,11 +104,6 @@ class ForwardSetup(typing.Generic[AnyTile]):
             whole_powers=self.plan.rounds_weights_alike,
             row_scaled=self.large_scores,
         )
-
-    @property
-    def factor_is_uniform(self) -> bool:
-        """Whether the factor of each probability is the same for a whole head, so that out is multiplied by it in the end."""
-        return float8_tiles.factor_is_uniform(self.plan)
 
     @property
     def may_overhang(self) -> bool:

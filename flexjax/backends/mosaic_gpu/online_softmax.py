@@ -208,8 +208,8 @@ class OnlineSoftmax:
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
 
-        The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by more than `rise` powers
-        of two. "The maximum" is here the maximum less `below`. Without, it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to
+        "The maximum" is here the maximum less `below`. The reference never falls. With `lazy_rescale` it rises to the maximum only where the maximum exceeds it by more than `rise` powers
+        of two. Without `lazy_rescale` it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to
         `thread_tiles.whole_power` of the maximum instead.
         """
         unit = LN2 if self.large_scores else 1.0

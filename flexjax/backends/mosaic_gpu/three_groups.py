@@ -39,7 +39,7 @@ def three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | Non
     with a mask_mod only `under_mask`. For float8 only at size 128 with nothing staged, and with a score_mod that loads no element for each
     query and key, which two groups do faster.
     """
-    if parts_of(plan) > 1 or size != _columns(plan) or staged_dtype is not None:
+    if parts_of(plan) > 1 or size != _largest_dim(plan) or staged_dtype is not None:
         return False
     if plan.float8:
         if plan.score is not None and any(classify_load(x).kind in ("diagonal", "tile") for x in plan.score.loads):
@@ -62,7 +62,7 @@ def mask_blocks(plan: KernelPlan) -> tuple[int, int] | None:
     """BLOCK where three consumer warpgroups run under the plan's mask_mod, because they are faster or the options ask for their block_q; None
     elsewhere: the kernel then visits the mask's own blocks.
     """
-    columns = _columns(plan)
+    columns = _largest_dim(plan)
     small = max(plan.head_dim + plan.extra_dim, plan.value_dim) <= columns
     if not small or not under_mask(plan):
         return None
@@ -85,7 +85,7 @@ def under_mask(plan: KernelPlan) -> bool:
     return plain and plan.origin is None and plan.page == 0 and not plan.partial and not any(plan.lengths)
 
 
-def _columns(plan: KernelPlan) -> int:
+def _largest_dim(plan: KernelPlan) -> int:
     """The larger head dim, rounded up to a key of forward_tiles.RINGS, at which three consumer warpgroups may run."""
     return 128 if plan.float8 else 64
 
