@@ -34,7 +34,7 @@ from jax import core
 
 from flexjax import dispatch, time_tiles
 from flexjax.backends import target as targets
-from flexjax.call_arguments import Arguments, check_keywords, describe_call
+from flexjax.call_arguments import Arguments, check_keywords, describe_call, times_backward
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.paged.cache import PagedCache
@@ -88,7 +88,7 @@ def autotune(
     key: ArrayOrShape,
     value: ArrayOrShape,
     *,
-    backward: bool = True,
+    backward: bool | None = None,
     seconds: float = 60.0,
     return_aux: AuxRequest | None = None,
     implementation: Implementations | None = None,
@@ -104,7 +104,7 @@ def autotune(
                  origin, precision, query_scales, key_scales, value_scales. An array may be a jax.ShapeDtypeStruct: random
                  numbers take its place, and full lengths take the place of lengths. The first backend that accepts the call is
                  the one that is timed
-    backward     whether tiles of the backward pass are searched too
+    backward     whether tiles of the backward pass are searched too; None: unless the inputs are float8, which have no gradients
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
                  False: to no file
@@ -125,7 +125,7 @@ def autotune(
             "do not either. Time paged_attention with kernel_options inside the jitted call instead."
         )
     check_keywords("autotune", typing.cast(dict, arguments))
-    _check(backward, seconds, cache, progress)
+    _check(seconds, cache, progress)
     filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}
     q, k, v = (_concrete(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     try:
@@ -140,7 +140,8 @@ def autotune(
         timed = dispatch.choose(call.plan, dispatch.candidates(implementation), targets.default())
         if timed.backend.name == dispatch.REFERENCE:
             raise NotImplementedError("The reference implementation has no tiles to choose.")
-        return _search(call, timed, backward, time_tiles.clock() + seconds, cache, progress)
+        with_backward = times_backward(backward, call.plan.float8)
+        return _search(call, timed, with_backward, time_tiles.clock() + seconds, cache, progress)
     except Exception as error:
         error.add_note(describe_call("autotune", q, k, v, return_aux, filled))
         raise
@@ -149,12 +150,10 @@ def autotune(
 # ------------------------------------------------------------------- arguments
 
 
-def _check(backward: object, seconds: object, cache: object, progress: object) -> None:
-    """Raises ValueError unless four keywords of autotune, which flex_attention does not have, fit: `backward` is a bool, `seconds` a
-    positive, finite number, `cache` a bool or a path, and `progress` a bool or None.
+def _check(seconds: object, cache: object, progress: object) -> None:
+    """Raises ValueError unless three keywords of autotune, which flex_attention does not have, fit: `seconds` is a positive, finite
+    number, `cache` a bool or a path, and `progress` a bool or None.
     """
-    if not isinstance(backward, bool):
-        raise bad_argument("backward", repr(backward), "True or False", "Pass a Python bool.")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
         raise bad_argument("seconds", repr(seconds), "a positive, finite number", "For example 60.")
     if not isinstance(cache, bool | str | os.PathLike):

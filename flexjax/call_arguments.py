@@ -4,6 +4,7 @@ import typing
 from collections.abc import Iterable
 
 from flexjax.block_mask.block_mask import BlockMask
+from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable
 from flexjax.types import (
     ArrayArgument,
@@ -51,6 +52,23 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
 """The keywords of `Arguments` whose default is not None, with their defaults."""
+
+
+def times_backward(backward: object, float8: bool) -> bool:
+    """Whether a function that times the passes of a call times its backward pass too.
+
+    backward   what the caller gave: a bool, or None for every backward pass that there is
+    float8     whether the inputs are float8, which have no gradients
+
+    Raises ValueError if `backward` is neither, or True for float8 inputs.
+    """
+    if backward is not None and not isinstance(backward, bool):
+        raise bad_argument(
+            "backward", repr(backward), "True, False or None", "None times it where there are gradients."
+        )
+    if backward and float8:
+        raise bad_argument("backward", "True", "False or None for float8 inputs", "They have no gradients.")
+    return not float8 if backward is None else backward
 
 
 def check_keywords(function: str, given: dict[str, typing.Any]) -> None:

@@ -17,7 +17,7 @@ from jax import core
 from flexjax import dispatch
 from flexjax.attention import flex_attention as attend
 from flexjax.backends import target as targets
-from flexjax.call_arguments import Arguments, check_keywords, describe_call
+from flexjax.call_arguments import Arguments, check_keywords, describe_call, times_backward
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.prepare import prepare
 from flexjax.types import ArrayArgument, AuxRequest, Implementations
@@ -94,7 +94,7 @@ def profile(
     key: ArrayArgument,
     value: ArrayArgument,
     *,
-    backward: bool = True,
+    backward: bool | None = None,
     seconds: float = 2.0,
     return_aux: AuxRequest | None = None,
     implementation: Implementations | None = None,
@@ -103,7 +103,8 @@ def profile(
     """Runs `flex_attention(query, key, value, ...)` and compares its time with the roofline of this device.
 
     query, key, value, return_aux, implementation, **arguments   as for flex_attention; concrete arrays
-    backward         also times both passes, with a cotangent of ones
+    backward         whether both passes are timed too, with a cotangent of ones; None: unless the inputs are float8, which have no
+                     gradients
     seconds          for how long each pass is timed; at least 3 and at most 100 calls are
 
     Returns a Profile, whose str() is a table:
@@ -119,6 +120,7 @@ def profile(
         raise bad_argument("query", "traced", "concrete arrays", "Call flexjax.profile outside of jit.")
     try:
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
+        with_backward = times_backward(backward, call.plan.float8)
         target = targets.of_device(min(jnp.asarray(query).devices(), key=lambda device: device.id))
         run = dispatch.choose(call.plan, dispatch.candidates(implementation), target)
         work = work_of(call, run)
@@ -139,13 +141,13 @@ def profile(
         out, pull = jax.vjp(forward, query, key, value)
         return out, pull(jnp.ones_like(out))
 
-    peak, bandwidth = peak_flops(query.dtype), memory_bandwidth()
+    peak, bandwidth = peak_flops(jnp.dtype(run.plan.input_dtype)), memory_bandwidth()
     passes = []
     first_call = 0.0
     for name, function, flops, moved in (
         ("forward", forward, work.forward_flops, work.bytes),
         ("both passes", both, work.forward_flops + work.backward_flops, 3 * work.bytes),
-    )[: 2 if backward else 1]:
+    )[: 2 if with_backward else 1]:
         step = jax.jit(function)
         took, calls, first = _timed(lambda step=step: step(query, key, value), seconds)
         first_call = first_call or first

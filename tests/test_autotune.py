@@ -364,7 +364,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # fmt: off
 BAD: dict[str, tuple[dict[str, typing.Any], str]] = {
-    "backward": ({"backward": 1}, "`backward` is 1; expected True or False. Pass a Python bool."),
+    "backward": ({"backward": 1}, "`backward` is 1; expected True, False or None. None times it where there are gradients."),
     "seconds": ({"seconds": 0}, "`seconds` is 0; expected a positive, finite number. For example 60."),
     "endless": ({"seconds": float("inf")}, "`seconds` is inf; expected a positive, finite number. For example 60."),
     "no number": ({"seconds": "60"}, "`seconds` is '60'; expected a positive, finite number. For example 60."),

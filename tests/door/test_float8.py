@@ -168,6 +168,21 @@ def test_the_report_says_so() -> None:
     assert "backward pass: none. float8_e4m3fn inputs have no gradients." in text
 
 
+def test_only_the_forward_pass_is_timed() -> None:
+    """There is no other; and the peak that it is compared with is that of the products, which are of bfloat16 here."""
+    given: typing.Any = arrays()
+    assert [p.name for p in flexjax.profile(**given, seconds=0.0, implementation="xla").passes] == ["forward"]
+    tuning = flexjax.autotune(**given, seconds=60.0, cache=False, implementation="xla")
+    assert {timing.which for timing in tuning.timings} == {"forward"}
+    assert tuning.finished
+    for function in (flexjax.profile, flexjax.autotune):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+            function(**given, backward=True)
+        assert (
+            str(caught.value) == "`backward` is True; expected False or None for float8 inputs. They have no gradients."
+        )
+
+
 REFUSED: dict[str, tuple[Arrays, str]] = {
     "heads": (
         {"query_scales": jnp.ones((B, 3))},

@@ -40,7 +40,7 @@ SIGNATURES = {
     "or_masks": "*mask_mods",
     "not_mask": "mask_mod",
     "chain_mods": "*score_mods",
-    "autotune": "query, key, value, *, backward=True, seconds=60.0, return_aux=None, implementation=None, cache=True, "
+    "autotune": "query, key, value, *, backward=None, seconds=60.0, return_aux=None, implementation=None, cache=True, "
         "progress=None, **arguments",
     "explain": "query, key, value, *, return_aux=None, implementation=None, device=None, context=None, **arguments",
 }
