@@ -62,6 +62,9 @@ REFERENCE = DenseBackend.name
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
 """By platform, the name of the backend whose kernels a user expects there; a call that falls back to another one gets a warning."""
+SIMULATED_OUTSIDE_OF_JIT = "mosaic_gpu"
+"""The backend whose simulated kernels (`kernel_options.interpret`) cannot be part of a jitted function."""
+
 PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
 """By backend, the platform that its kernels run on. It stands here so that a call for another platform does not import them."""
 

@@ -69,7 +69,7 @@ def make_primitive(
         """`function` with these parameters as a jitted function of its arguments, without the primitive, for simulated kernels called
         outside of jit; the backend is chosen here. Cached by the arguments.
 
-        The simulator of GPU kernels has ordered effects, for which a lowering rule gets no tokens.
+        The simulator of GPU kernels has ordered effects, for which a lowering rule gets no tokens: under jit it is refused.
         """
         run = choose(target, problem=problem, **params)
         return jax.jit(functools.partial(function, run=run, problem=problem, **params))
@@ -104,7 +104,8 @@ def make_primitive(
 
         platform   that the rule is registered for; None: the first platform of the module
 
-        Errors get the user's call as a note.
+        Raises NotImplementedError for simulated kernels of a GPU, whose ordered effects would need tokens that a rule does not get. Errors
+        get the user's call as a note.
         """
         # Types without sharding: a loop that starts from zeros would not match operands that vary over mesh axes.
         avals: typing.Any = ctx.avals_in
@@ -125,6 +126,11 @@ def make_primitive(
                 whole = functools.partial(primitive.bind, problem=problem, **params)
                 return partition.lower_with_rule(ctx, how, whole, rule, flat)
             run = choose(target, problem=problem, **params)
+            if problem.plan.options.interpret and run.backend.name == dispatch.SIMULATED_OUTSIDE_OF_JIT:
+                raise NotImplementedError(
+                    f"The kernels of {run.backend.name} are simulated outside of jax.jit and of loops only. Call flex_attention "
+                    "without them (jax.grad and jax.vmap may stay), or leave out kernel_options.interpret."
+                )
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
             with (
                 problem.settings(),

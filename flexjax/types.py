@@ -120,8 +120,9 @@ class KernelOptions:
                                head dims from 97 to 128; no GPU has run that yet. False: none do
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
-    interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
-                               XLA starts on few cores: without PJRT_NPROC=32 in the environment it can deadlock
+    interpret                  True: simulate the kernel of a GPU or TPU on the CPU; that of a GPU outside of jax.jit only. The GPU
+                               simulator needs more threads than XLA starts on few cores: without PJRT_NPROC=32 in the environment
+                               it can deadlock
 
     Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64)). New options compile a new program.
     flexjax.autotune times the tiles of a call and finds the fastest.

@@ -13,6 +13,7 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import flexjax
 from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference, support
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import Results
@@ -49,6 +50,18 @@ def test_no_read_lies_outside_where_blocks_hang_over(monkeypatch: pytest.MonkeyP
     jax.effects_barrier()
     assert places
     assert all(low >= 0 and high < size for low, high, size in places)
+
+
+def test_simulated_kernels_are_no_part_of_a_jitted_function() -> None:
+    q = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    options = flexjax.KernelOptions(interpret=True)
+    attend = lambda q: flexjax.flex_attention(q, q, q, implementation="mosaic_gpu", kernel_options=options)
+    with pytest.raises(NotImplementedError) as caught:
+        jax.jit(attend)(q)
+    assert str(caught.value) == (
+        "The kernels of mosaic_gpu are simulated outside of jax.jit and of loops only. Call flex_attention without them (jax.grad and "
+        "jax.vmap may stay), or leave out kernel_options.interpret."
+    )
 
 
 @pytest.mark.parametrize("name", REFERENCES)
