@@ -16,7 +16,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import choose_kernel, forward_tiles, support
+from flexjax.backends.mosaic_gpu import choose_kernel, forward_tiles, kernel_plans
 from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
@@ -300,7 +300,7 @@ def test_the_tables_agree_with_the_heuristics(name: str) -> None:
         }
         assert {found.forward, found.backward} <= {"package", ""}
         filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **found.tiles))
-        own, given = (forward_tiles.forward_tile(support._kernel_plan(p)) for p in (plan, filled))
+        own, given = (forward_tiles.forward_tile(kernel_plans.kernel_plan(p)) for p in (plan, filled))
         assert given == own
         assert backward_kernels(filled) == backward_kernels(plan)
         for which in tuned.PASSES:

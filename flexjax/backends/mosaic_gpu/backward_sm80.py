@@ -28,7 +28,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, card: Card) -> Gradients:
     """Runs the backward pass by mma.sync or, where the options ask for that, by tcgen05: the gradients of the wanted operands, each in
     the shape and dtype of its operand; None for the others.
 
-    plan    of the call, with mask blocks that the kernels visit, and without lengths and pages (`support._for_kernels`); its extra
+    plan    of the call, with mask blocks that the kernels visit, and without lengths and pages (`kernel_plans.for_kernels`); its extra
             features are joined to the head dim here
     given   operands and results of the forward pass, cotangents of the results, which gradients are wanted, and score_mod with its
             derivatives

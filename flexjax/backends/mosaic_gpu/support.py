@@ -3,8 +3,7 @@
 `refuses` decides from the plan, the target and the version of jax. The modules of the kernels are imported when a
 kernel is first lowered, because flexjax imports on older versions of jax than the kernels need.
 
-Block masks may have blocks of any size. Whatever chooses a tile or runs a kernel here first replaces the plan's
-blocks by blocks that the kernels can visit (`_kernel_blocks`).
+Whatever chooses a tile or runs a kernel here first replaces the plan by one that the kernels can visit (kernel_plans.py).
 """
 
 import contextlib
@@ -26,6 +25,7 @@ from flexjax.backends.mosaic_gpu import (
     forward_sm80_tiles,
     forward_sm100_tiles,
     forward_tiles,
+    kernel_plans,
     lowering,
     program_support,
     sm80_support,
@@ -35,7 +35,7 @@ from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan import lengths_as_mask, mask_blocks, pages
+from flexjax.plan import lengths_as_mask, pages
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import existing_results, where_exists
 
@@ -69,7 +69,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         reason = reason or float8_support.refuses(plan, choose_kernel.mma_card(target, plan.options))
     if reason is not None:
         return reason
-    given, plan = plan, _kernel_plan(plan)
+    given, plan = plan, kernel_plans.kernel_plan(plan)
     reason = (
         choose_kernel.refuses_device(target, plan.options)
         or _refuses_jax(version or jax.__version_info__[:3])
@@ -80,7 +80,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return reason
     card = choose_kernel.mma_card(target, plan.options)
     if card is not None:
-        return sm80_support.refuses_mma(plan, _kernel_plan(given, backward=True), given, card)
+        return sm80_support.refuses_mma(plan, kernel_plans.kernel_plan(given, backward=True), given, card)
     return _refuses_tiles(plan)
 
 
@@ -111,7 +111,7 @@ def _refuses_origin(plan: KernelPlan) -> str | None:
         return None
     if blocks is not None and blocks.from_user_lists:
         given, by_tcgen05 = (blocks.block_q, blocks.block_kv), sm100_support.asked_for(plan.options)
-        if any(_kernel_blocks(plan, backward) != given for backward in (False, True)):
+        if any(kernel_plans.kernel_blocks(plan, backward) != given for backward in (False, True)):
             unit = max(sm100_support.TILE, plan.options.block_q or 0) if by_tcgen05 else 64
             return (
                 f"The GPU kernels{' on tcgen05' if by_tcgen05 else ''} take a block mask from user lists beside an origin in blocks of "
@@ -135,73 +135,6 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
         f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
         "In such a Python, in a checkout: `pip install -U '.[cuda13]'`."
     )
-
-
-def _kernel_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the kernels of a pass (`backward` or forward) visit; (0, 0) for a plan without a block mask.
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`; some forward kernels
-    (`choose_kernel.forward_blocks`) and the kernels on tcgen05 (`sm100_support.visited_blocks`) take others.
-    """
-    if plan.blocks is None:
-        return 0, 0
-    given = (None if backward else choose_kernel.forward_blocks(plan)) or (plan.blocks.block_q, plan.blocks.block_kv)
-    block_q, block_kv = (
-        block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan, True), strict=True)
-    )
-    return sm100_support.visited_blocks(plan, block_q, block_kv, backward)
-
-
-def _lengths_blocks(plan: KernelPlan, backward: bool = False) -> tuple[int, int]:
-    """(queries, keys) of the blocks of a plan with lengths and without a block mask, and of an axis whose mask blocks are no multiples of
-    64: 64 on an axis of at most 64 tokens (q_len, kv_len), else 128, and for keys in pages always 128, because the bits of a request do
-    not depend on the number of its pages. With tcgen05 those of `sm100_support.visited_blocks`, which differ in the `backward` pass.
-    """
-    block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
-    block_kv = 128 if plan.page else block_kv
-    return sm100_support.visited_blocks(plan, block_q, block_kv, backward)
-
-
-def _kernel_plan(plan: KernelPlan, backward: bool = False) -> KernelPlan:
-    """The plan that the kernels of a pass (`backward` or forward) run where the decode kernel does not, as if its keys were contiguous:
-    with blocks that they can visit (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
-    """
-    made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan, backward))
-    return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan, backward))
-
-
-def _forward_candidates(plan: KernelPlan) -> list[tuple[int, int, int]]:
-    """(block_q, block_kv, stages) of the tiles of the forward kernel on Hopper that are worth timing for the plan of a call, the one that runs
-    first. Where three consumer warpgroups run on mask blocks of their own, their tiles are followed by those of the mask's blocks.
-    """
-    made = _kernel_plan(plan)
-    tiles = forward_tiles.forward_candidates(made)
-    if plan.blocks is not None and choose_kernel.forward_blocks(plan) is not None and plan.options.block_q is None:
-        tiles = tuple(t for t in tiles if (t.block_q, t.block_kv) == choose_kernel.forward_blocks(plan))
-        others = dataclasses.replace(plan, options=dataclasses.replace(plan.options, block_q=128))
-        tiles += forward_tiles.forward_candidates(_kernel_plan(others))
-    return list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles))
-
-
-def _for_kernels(
-    given: KernelPlan, operands: Operands, in_pages: bool = False, backward: bool = False
-) -> tuple[KernelPlan, Operands]:
-    """(plan, operands) of a call as the kernels of a pass take them: those of `_kernel_plan`, with 0 in the slots of queries and keys
-    that do not exist, and with block lists of the new plan's blocks.
-
-    given, operands   the plan and the operands of the call
-    in_pages          whether the kernel reads the keys in their pages: keys and values stay as they are, only queries get zeros, and the
-                      new plan keeps `page`. Otherwise keys in pages are gathered
-    backward          whether the pass is the backward pass, whose blocks may differ
-    """
-    if in_pages:
-        queries = None if operands.lengths is None else operands.lengths.query
-        plan, operands = given, operands._replace(query=where_exists(operands.query, queries, given))
-    else:
-        plan, operands = pages.contiguous(given, operands, given.dtype)
-        if operands.lengths is not None:
-            operands = lengths_as_mask.zeroed(plan, operands)
-    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(given, backward))
-    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(given, backward))
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
@@ -296,7 +229,7 @@ class MosaicGpu:
             return why
         if derivative is None:
             return None
-        plan = _kernel_plan(plan, backward=True)
+        plan = kernel_plans.kernel_plan(plan, backward=True)
         reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
@@ -311,22 +244,26 @@ class MosaicGpu:
         x 128, backward fused 64 x 128, dQ added in any order" (`describe_kernels.describe`).
         """
         decodes = plan.page > 0 and not choose_kernel.many_in_pages(plan)
-        visited = (plan, plan) if decodes else (_kernel_plan(plan), _kernel_plan(plan, backward=True))
+        visited = (
+            (plan, plan) if decodes else (kernel_plans.kernel_plan(plan), kernel_plans.kernel_plan(plan, backward=True))
+        )
         return describe_kernels.describe(*visited, plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots; fields that the plan's
         options fix have that size. The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the
-        shorter of the two lists repeats its last. The first dict is what runs for the plan as it is. Where the decode kernel runs, the dicts have no sizes of the forward pass, because its bits may not
-        depend on what is fastest.
+        shorter of the two lists repeats its last. The first dict is what runs for the plan as it is. Where the decode kernel runs, the
+        dicts have no sizes of the forward pass, because its bits may not depend on what is fastest.
         """
         card = choose_kernel.mma_card(target, plan.options)
         if card is not None:
             decodes = choose_kernel.mma_decode_kernel(plan, card) is not None
-            return sm80_support.mma_candidates(_kernel_plan(plan), _kernel_plan(plan, backward=True), card, decodes)
+            return sm80_support.mma_candidates(
+                kernel_plans.kernel_plan(plan), kernel_plans.kernel_plan(plan, backward=True), card, decodes
+            )
         decodes = choose_kernel.decode_kernel(plan) is not None
-        backward = choose_kernel.backward_candidates(_kernel_plan(plan, backward=True))
-        return sm80_support.paired([] if decodes else _forward_candidates(plan), backward)
+        backward = choose_kernel.backward_candidates(kernel_plans.kernel_plan(plan, backward=True))
+        return sm80_support.paired([] if decodes else kernel_plans.forward_candidates(plan), backward)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where choose_kernel.py takes that one, for few queries; for a plan that `refuses`
@@ -367,7 +304,7 @@ class MosaicGpu:
             key_pages = forward_pages.key_pages(plan, operands, "tma" if card is None else card.copying)
         from flexjax.backends.mosaic_gpu import wide_captures
 
-        plan, operands = wide_captures.wide_forward(*_for_kernels(plan, plan.on_host(operands), in_pages))
+        plan, operands = wide_captures.wide_forward(*kernel_plans.for_kernels(plan, plan.on_host(operands), in_pages))
         if card is None:
             from flexjax.backends.mosaic_gpu import forward_sm90
 
@@ -397,7 +334,7 @@ class MosaicGpu:
                 d_out=where_exists(given.d_out, query, plan),
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
-        plan, operands = _for_kernels(plan, plan.on_host(given.operands), backward=True)
+        plan, operands = kernel_plans.for_kernels(plan, plan.on_host(given.operands), backward=True)
         given = given._replace(operands=operands)
         card = choose_kernel.mma_card(target, plan.options)
         if card is None:

@@ -35,7 +35,7 @@ LEAST_ENTRIES = 1 << 28
 def wide_forward(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
     """The plan and the operands of a forward pass with captured arrays of score_mod in float32, where that saves time.
 
-    plan, operands   as the kernels take them (`support._for_kernels`)
+    plan, operands   as the kernels take them (`kernel_plans.for_kernels`)
     """
     if plan.score is None:
         return plan, operands

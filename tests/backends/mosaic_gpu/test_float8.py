@@ -76,12 +76,12 @@ WIDENED: dict[str, tuple[Target, str, typing.Callable[[], KernelPlan]]] = {
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_what_is_multiplied_as_float8(name: str) -> None:
     from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.support import _kernel_plan
+    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
 
     groups, make = MULTIPLIED[name]
     run = choose(make(), None, HOPPER)
     assert (run.backend.name, run.plan.float8, run.why_widened) == ("mosaic_gpu", True, "")
-    tile = choose_kernel.forward_kernel(_kernel_plan(run.plan))
+    tile = choose_kernel.forward_kernel(kernel_plan(run.plan))
     assert (tile.groups, tile.float8, tile.overlap, tile.sum_columns) == (groups, True, False, 8)
 
 

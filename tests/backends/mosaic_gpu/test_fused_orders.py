@@ -19,12 +19,12 @@ if jax.__version_info__ < (0, 11):
 
 from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, fused_choice
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
-from flexjax.backends.mosaic_gpu.support import _kernel_plan
+from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
 
 
 def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
-    fused = choose_kernel.backward_kernels(_kernel_plan(benched(), True))
+    fused = choose_kernel.backward_kernels(kernel_plan(benched(), True))
     assert isinstance(fused, choose_kernel.FusedKernel)
     assert fused.tiles.queries == 128
     upward = dq_order.order_for(benched(), 64, 64)
@@ -36,7 +36,7 @@ def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
 
 
 def test_heads_side_by_side_in_any_order_for_full_and_causal_masks() -> None:
-    tiles = lambda mask_mod: fused_tiles(_kernel_plan(benched(mask_mod=mask_mod), True))
+    tiles = lambda mask_mod: fused_tiles(kernel_plan(benched(mask_mod=mask_mod), True))
     for mask_mod, heads in ((masks.causal, 8), (None, 8), (masks.sliding_window(1025), 0)):
         found = tiles(mask_mod)
         assert found is not None
@@ -125,7 +125,7 @@ def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.Monke
 def test_how_many_ctas_divide_the_heads_of_a_key_tile(
     kv_heads: int, batch: int, keys: int, mask_mod: typing.Any, shares: int
 ) -> None:
-    plan = _kernel_plan(benched(heads=16, mask_mod=mask_mod), True)
+    plan = kernel_plan(benched(heads=16, mask_mod=mask_mod), True)
     plan = dataclasses.replace(plan, kv_heads=kv_heads, batch=batch, kv_len=keys)
     chosen = choose_kernel.backward_kernels(plan)
     assert isinstance(chosen, choose_kernel.FusedKernel)

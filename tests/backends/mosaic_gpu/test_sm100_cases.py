@@ -6,7 +6,7 @@ import typing
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import backward_sm100_tiles, support
+from flexjax.backends.mosaic_gpu import backward_sm100_tiles, kernel_plans, support
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.prepare import prepare
@@ -55,7 +55,7 @@ def test_which_cases_are_refused_and_which_run_on_mma(monkeypatch: pytest.Monkey
             refused[name] = reason
             continue
         text = support.BACKEND.tile_sizes(plan, CARDS[0])
-        backward = backward_sm100_tiles.backward_tiles(support._kernel_plan(plan, backward=True))
+        backward = backward_sm100_tiles.backward_tiles(kernel_plans.kernel_plan(plan, backward=True))
         assert ("by tcgen05" in text) == (backward is not None)  # explain says what runs
         if not text.startswith("tcgen05 "):
             on_mma["forward"].add(name)

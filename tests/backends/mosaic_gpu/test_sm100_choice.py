@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import backward_sm100_tiles, choose_kernel, forward_sm100_tiles, support
+from flexjax.backends.mosaic_gpu import backward_sm100_tiles, choose_kernel, forward_sm100_tiles, kernel_plans, support
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_COLUMNS, scratch_bytes, tmem_columns
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
 from flexjax.backends.target import Target
@@ -78,17 +78,17 @@ def test_keys_and_queries_of_a_block() -> None:
         (plan(block=128, block_q=128), (128, 128)),
         (dataclasses.replace(plan(block=128), origin=OriginLayout(1, 384, 22, 8192, 1)), (128, 128)),
     ):
-        assert support._kernel_blocks(made) == blocks
-        assert forward_sm100_tiles.forward_candidates(support._kernel_plan(made))
+        assert kernel_plans.kernel_blocks(made) == blocks
+        assert forward_sm100_tiles.forward_candidates(kernel_plans.kernel_plan(made))
     for made, blocks in (
         (plan(block=128), (128, 128)), (plan(block=64), (128, 128)), (plan(block=256), (256, 256)), (plan(256, block=64), (64, 64)),
     ):  # fmt: skip
-        assert support._kernel_blocks(made, backward=True) == blocks
-        assert (backward_sm100_tiles.backward_tiles(support._kernel_plan(made, backward=True)) is None) == (
+        assert kernel_plans.kernel_blocks(made, backward=True) == blocks
+        assert (backward_sm100_tiles.backward_tiles(kernel_plans.kernel_plan(made, backward=True)) is None) == (
             made.head_dim > 128
         )
     unasked = dataclasses.replace(plan(block=128), options=KernelOptions())
-    assert support._kernel_blocks(unasked) == (128, 128)
+    assert kernel_plans.kernel_blocks(unasked) == (128, 128)
 
 
 @pytest.mark.parametrize("dim", [64, 256])

@@ -6,7 +6,7 @@ import typing
 import jax
 import pytest
 
-from flexjax.backends.mosaic_gpu import backward_sm100_tiles, support
+from flexjax.backends.mosaic_gpu import backward_sm100_tiles, kernel_plans, support
 from flexjax.backends.mosaic_gpu.backward_sm100_tiles import Tcgen05Tiles
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_COLUMNS, scratch_bytes, tmem_columns
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
@@ -28,7 +28,7 @@ def plan(dim: int = 128, block: int | None = None, user_lists: bool = False, **o
 
 
 def tiles(made: KernelPlan) -> Tcgen05Tiles:
-    found = backward_sm100_tiles.backward_tiles(support._kernel_plan(made, backward=True))
+    found = backward_sm100_tiles.backward_tiles(kernel_plans.kernel_plan(made, backward=True))
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def test_pairs_are_for_wide_heads_and_mask_blocks_of_256_keys() -> None:
         (dataclasses.replace(plan(block=128), origin=OriginLayout(1, 8192, 1, 512, 16)), (128, 256), True),
         (plan(block=128, cta_pairs=False), (128, 128), False),
     ):
-        assert support._kernel_blocks(made, backward=True) == blocks
+        assert kernel_plans.kernel_blocks(made, backward=True) == blocks
         assert tiles(made).pairs == pairs
 
 

@@ -61,14 +61,14 @@ gpu = pytest.mark.skipif(
 @gpu
 def test_the_forward_tile_and_the_blocks_of_each_pass() -> None:
     from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.support import _kernel_plan
+    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
 
-    tile = choose_kernel.forward_kernel(made := _kernel_plan(benched()))
+    tile = choose_kernel.forward_kernel(made := kernel_plan(benched()))
     assert (tile.groups, tile.overlap, tile.ping_pong, tile.query_slots) == (3, True, False, 2)
     assert tile.fits
     assert made.blocks is not None
     assert (made.blocks.block_q, made.blocks.block_kv) == three_groups.BLOCK
-    backward = _kernel_plan(benched(), backward=True)
+    backward = kernel_plan(benched(), backward=True)
     assert backward.blocks is not None
     assert backward.blocks.block_q == 128
 
@@ -96,7 +96,8 @@ def test_an_odd_number_of_keys_without_a_mask(score_mod: typing.Any, groups: int
 )
 def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
+    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.support import BACKEND
 
     for speed in ("SPEED", "SPEED_UNDER_MASK"):  # also for calls that do not fill the GPU
         monkeypatch.setattr(three_groups, speed, 100.0)
@@ -105,7 +106,7 @@ def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch
     arrays = [array(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
     given: typing.Any = DEFAULTS | {"mask_mod": mask_mod, "kernel_options": KernelOptions(interpret=True)}
     made = prepare(*arrays, **given)
-    assert choose_kernel.forward_kernel(_kernel_plan(made.plan)).groups == 3
+    assert choose_kernel.forward_kernel(kernel_plan(made.plan)).groups == 3
     found = jax.jit(lambda operands: BACKEND.forward(made.plan, operands, CPU))(made.operands)
     want = flexjax.flex_attention(*arrays, mask_mod=mask_mod, implementation="reference")
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found.out, want)), atol=0.02, rtol=0.02)
@@ -115,7 +116,8 @@ def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch
 def test_tiles_of_both_numbers_of_groups_are_timed() -> None:
     """The first is what runs; no tile is offered that the kernel refuses."""
     from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.support import BACKEND, _kernel_plan
+    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.support import BACKEND
 
     hopper = Target("cuda", "NVIDIA H200", "9.0", 132)
     plan = benched()
@@ -127,6 +129,6 @@ def test_tiles_of_both_numbers_of_groups_are_timed() -> None:
         forward = {name: asked[name] for name in ("block_q", "block_kv", "num_stages") if name in asked}
         made = benched(**forward)
         assert BACKEND.refuses(made, hopper) is None
-        tile = choose_kernel.forward_kernel(_kernel_plan(made))
+        tile = choose_kernel.forward_kernel(kernel_plan(made))
         assert (tile.block_q, tile.block_kv) == (asked["block_q"], asked["block_kv"])
     assert found[0]["block_q_bwd"] == 128
