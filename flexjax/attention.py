@@ -161,8 +161,9 @@ def flex_attention(
     float8. query, key and value of float8_e4m3fn stand for themselves times their scales, positive numbers whose batch may be 1 and whose
     blocks all have the same length; mods see scores of the dequantised numbers. On Hopper both products are of float8, and the softmax
     weights are rounded to it: an error of about 2% of out and of up to 0.04 of lse, and a key whose score is 11 below the row's largest
-    may count as 0. Other kernels and backends, and on Hopper head dims up to 64 and scales of values by block, compute in bfloat16, in
-    which float8 numbers are exact. There are no gradients, and no dropout or context; scales exclude an origin and extra features.
+    may count as 0. The call computes in bfloat16, in which float8 numbers are exact, at head dims up to 64, with few queries (decoding), with
+    max_scores, with scales of values by block, and on every other kernel and backend. There are no gradients. Dropout and context= are
+    refused; scales cannot be combined with an origin or extra features.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; dilated masks written as `... & ((q_idx - kv_idx) % m == 0)`, which run as m
@@ -186,9 +187,9 @@ def flex_attention(
     are skipped as a whole are never read. Zero such entries before the call:
     jnp.where(valid[:, :, None, None], value, 0), or hide them by key_value_seq_lengths.
 
-    Lengths. Queries and keys from a length on do not exist, whatever their slots hold, NaN and infinity included: out is 0 and lse
-    -inf in such a row (also with sinks), gradients of such slots are 0, and cotangents of such rows are ignored. Tiles past a length
-    are not computed. Lengths count from 0 in the arrays, also with an origin. `origin=Origin(query="end")` places the last query at
+    Lengths. Queries and keys at or past the length of their batch entry do not exist, whatever their slots hold, NaN and infinity
+    included: out is 0 and lse -inf in such a row (also with sinks), gradients of such slots are 0, and cotangents of such rows are
+    ignored. Tiles past a length are not computed. Lengths count from 0 in the arrays, also with an origin. `origin=Origin(query="end")` places the last query at
     the last key, as in decoding with a cache:
 
         out = flex_attention(query, keys, values, mask_mod=masks.causal, origin=Origin(query="end"), key_value_seq_lengths=lengths)

@@ -1,7 +1,7 @@
 """Combines mask mods by and, or and not, and chains score mods: plain functions in, one plain function out.
 
-A mask mod is a function (b, h, q_idx, kv_idx) -> bool, a score mod (score, b, h, q_idx, kv_idx) -> score, both of scalars. A mask
-keeps an entry if it is True there. The functions that are made have names such as "and_masks(causal, window)".
+A mask mod is a function (b, h, q_idx, kv_idx) -> bool, a score mod (score, b, h, q_idx, kv_idx) -> score, both of scalars. An entry is visible
+where the mask is True. The functions that are made have names such as "and_masks(causal, window)".
 """
 
 import inspect
@@ -15,7 +15,7 @@ from flexjax.types import MaskMod, ScoreMod
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask mod `mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it.
+    """A mask mod `mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is visible if it is visible under every mask.
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
@@ -32,7 +32,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask mod `mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it.
+    """A mask mod `mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is visible if it is visible under some mask.
 
     Raises ValueError for no functions, and for anything that is not callable as a mask mod.
     """
@@ -49,7 +49,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """A mask mod `~mask_mod(..)`: an entry is kept if `mask_mod` does not keep it. Where mask_mod returns a Python bool, its `not`.
+    """A mask mod `~mask_mod(..)`: an entry is visible if `mask_mod` hides it. Where mask_mod returns a Python bool, its `not`.
 
     Raises ValueError for anything that is not callable as a mask mod.
     """

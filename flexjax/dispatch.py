@@ -101,7 +101,7 @@ def candidates(implementation: object) -> tuple[str, ...] | None:
             "implementation",
             repr(implementation),
             "None, or one or several of " + ", ".join(map(repr, NAMES)),
-            "None picks the best one that accepts.",
+            "None takes the first backend that accepts the call.",
         )
     return names
 

@@ -85,7 +85,9 @@ def key_words(key: object) -> Array:
     for anything that is not a single key.
     """
     if key is None:
-        raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
+        raise bad_argument(
+            "dropout_key", "None", "a jax random key, because dropout_rate is positive", "Pass jax.random.key(seed)."
+        )
     if not isinstance(key, jax.Array | np.ndarray):
         raise bad_argument("dropout_key", kind_of(key), "one key", "Pass jax.random.key(seed).")
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)

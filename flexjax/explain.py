@@ -321,7 +321,7 @@ def _blocks(call: Call) -> str:
     picture = first.to_string(48).split("\n", 1)[1]
     text = f"blocks{head}: █ full, ░ partial\n{mask!r}\n{picture}"
     if 0 < call.plan.q_len <= DRAWN_BY_TOKEN and 0 < call.plan.kv_len <= DRAWN_BY_TOKEN:
-        text += f"\nentries{head}: █ kept\n{_entries(first)}"
+        text += f"\nentries{head}: █ visible\n{_entries(first)}"
     return text
 
 

@@ -66,7 +66,7 @@ def _received(built: Built) -> list[str]:
         rows *= plan.batch * (plan.head_dim + plan.value_dim + plan.extra_dim) * size // (batch * heads)
         whole = (rows + own * block) * (n - 1) // n
         return [
-            f"each device receives {bytes_text(whole)} of query, key, value and out in 2 exchanges of heads for tokens"
+            f"each device receives {bytes_text(whole)} of query, key, value and out in 2 all-to-alls between tokens and heads"
         ]
     blocks, how = (n - 1) * own, "in one all-gather" if call.method == "all_gather" else f"in {n - 1} steps of a ring"
     if call.method == "neighbours":

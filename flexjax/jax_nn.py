@@ -97,7 +97,8 @@ def dot_product_attention(
     implementation           as in flex_attention; there is no 'cudnn'
     return_residual          also return the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
-    Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit.
+    Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit, for integer and float8 inputs, a complex bias and
+    implementation='cudnn'; NotImplementedError if no backend accepts the call.
 
     Three results differ from those of jax.nn. A query whose keys are all hidden gives 0, logsumexp -inf and zero gradients, as
     elsewhere in flexjax; jax.nn gives it the mean of the values that the mask hides, or NaN where a bias of -inf hides all keys.

@@ -106,10 +106,12 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      split-KV (flash-decoding) on a GPU, in keys of a chunk: chunks run in parallel and are merged by their
-                               maxima and sums, so that few requests with long caches fill the GPU. It applies to forward passes of a decode
-                               kernel: 16 bits, no dropout, extra features, block_q, block_kv or num_stages, and at most 64 rows, queries
-                               times query heads of a key head. Others ignore it, but kernels on mma.sync refuse those of up to 64 rows.
+    split                      split-KV (flash-decoding) on a GPU: the keys of a chunk. Chunks run in parallel and are merged by their
+                               maxima and sums, so that few requests with long caches fill the GPU. Only the decode kernels split. They
+                               take inputs of 16 bits (pages may have 8), head dims up to 256 and at most 64 packed rows (queries times
+                               query heads of a key head), without dropout, extra features, block_q, block_kv and num_stages. Other
+                               calls ignore the option, except that on mma.sync a call of at most 64 packed rows that cannot be split
+                               is refused.
                                "auto": chunks of 0.5 or 1 MB of keys and values, by head dims and rows. None: as "auto"
                                for keys in pages; for others as "auto" if there are more keys than queries, and key lengths or at least
                                eight keys for each row; otherwise keys are not split
@@ -187,8 +189,8 @@ class Origin:
                   gathers, which are slower
 
     All numbers except `whole` are runtime values: they may be traced, and new ones neither trace nor compile anything, except that an
-    int 0 for `batch` and `head` is left out of the program. An Origin is a pytree. Indices must not be negative, and must be below 2^29, or
-    `whole`.
+    int 0 for `batch` and `head` is left out of the program. An Origin is a pytree. Indices must be 0 or more and below
+    `whole`, or below 2^29 where `whole` is None. A known int out of range raises ValueError; numbers in jax arrays are not checked.
 
     Example, inside jax.shard_map over an axis "sp" that splits the queries and not the keys:
 

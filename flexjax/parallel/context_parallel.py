@@ -299,9 +299,11 @@ def decide(
     divides = all(n % layout.devices == 0 for n in (plan.q_heads, plan.kv_heads, *_present(plan.extra_heads)))
     if context.method == "all_to_all" and not divides:
         raise bad_argument(
-            "context.method", "'all_to_all'", f"query and key heads that {layout.devices} devices divide",
-            f"The call has {plan.q_heads} and {plan.kv_heads} on each device; use 'ring' or 'all_gather'.",
-        )  # fmt: skip
+            "context.method",
+            "'all_to_all'",
+            f"a method that keeps heads together, because {layout.devices} does not divide their numbers",
+            f"The call has {plan.q_heads} query and {plan.kv_heads} key heads on each device; use 'ring' or 'all_gather'.",
+        )
     if context.method == "neighbours" and not known and layout.rounds is None:
         raise bad_argument(
             "context.method", "'neighbours'", "'ring', 'all_gather', 'all_to_all' or 'auto'",

@@ -45,8 +45,8 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
         ", or name the axis that splits the tokens in context=flexjax.ContextParallel(axis)" if "tokens" in each else ""
     )
     warnings.warn(
-        f"Each device receives {total} before the forward pass of a call: {each}. Of how arrays are split over a mesh, "
-        f"attention keeps the batch and the heads. Split those instead{keep}. {problem.call}",
+        f"Each device receives {total} before the forward pass of a call: {each}. Attention keeps a split of the "
+        f"batch and of the heads, and gathers other splits. Split the batch or the heads instead{keep}. {problem.call}",
         FallbackWarning,
         stacklevel=stacklevel_of_user(),
     )

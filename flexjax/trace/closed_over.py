@@ -81,8 +81,8 @@ def _no_derivative_jvp(
     if not isinstance(tangents[0], SymbolicZero):
         array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"
         raise ModError(
-            f"`score_mod` cannot be differentiated by {array} that a function with a derivative rule of its own closes over, "
-            "as in jax; hand its element over as an argument of that function, or stop its gradient with lax.stop_gradient."
+            f"`score_mod` cannot be differentiated with respect to {array}, because a function with a derivative rule of its own closes "
+            "over it; pass its element as an argument of that function, or stop its gradient with lax.stop_gradient."
         )
     return primals[0], tangents[0]
 

@@ -49,8 +49,8 @@ def mask(
     title           above the panels; by default the name of mask_mod, "mask" for a lambda, or the name of its type if it is an object
                     without a name
 
-    Up to 256 tokens along an axis a cell is one of them; beyond, several. The colour of a cell of several entries is the share that is
-    kept. Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
+    Up to 256 tokens along an axis a cell is one of them; beyond, several. The colour of a cell of several entries is the share of visible
+    ones. Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 

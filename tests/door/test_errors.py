@@ -121,16 +121,16 @@ CALLS = [
     Bad("rate_one", lambda a: attend(a, dropout_rate=1.0), "`dropout_rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_negative", lambda a: attend(a, dropout_rate=-0.1), "`dropout_rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_text", lambda a: attend(a, dropout_rate="0.1"), "`dropout_rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),
-    Bad("no_key", lambda a: attend(a, dropout_rate=0.1), "`dropout_key` is None; expected a key, since dropout_rate is positive. Pass jax.random.key(seed)."),
+    Bad("no_key", lambda a: attend(a, dropout_rate=0.1), "`dropout_key` is None; expected a jax random key, because dropout_rate is positive. Pass jax.random.key(seed)."),
     Bad("key_number", lambda a: attend(a, dropout_rate=0.1, dropout_key=0), "`dropout_key` is an int; expected one key. Pass jax.random.key(seed)."),
     Bad("many_keys", lambda a: attend(a, dropout_rate=0.1, dropout_key=typed(3)), "`dropout_key` is key<fry>[3]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
     Bad("key_floats", lambda a: attend(a, dropout_rate=0.1, dropout_key=jnp.zeros(2)), "`dropout_key` is float32[2]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
     Bad("aux", lambda a: attend(a, return_aux=True), "`return_aux` is True; expected None or flexjax.AuxRequest(...). For example AuxRequest(lse=True)."),
     Bad("options", lambda a: attend(a, kernel_options={"block_q": 64}), f"`kernel_options` is {{'block_q': 64}}; expected None or flexjax.KernelOptions(...). Its fields are {OPTIONS}."),
-    Bad("implementation", lambda a: attend(a, implementation="cudnn"), f"`implementation` is 'cudnn'; expected None, or one or several of {NAMES}. None picks the best one that accepts."),
-    Bad("implementations", lambda a: attend(a, implementation=("xla", "triton")), f"`implementation` is ('xla', 'triton'); expected None, or one or several of {NAMES}. None picks the best one that accepts."),
-    Bad("no_implementation", lambda a: attend(a, implementation=()), f"`implementation` is (); expected None, or one or several of {NAMES}. None picks the best one that accepts."),
-    Bad("implementation_number", lambda a: attend(a, implementation=5), f"`implementation` is 5; expected None, or one or several of {NAMES}. None picks the best one that accepts."),
+    Bad("implementation", lambda a: attend(a, implementation="cudnn"), f"`implementation` is 'cudnn'; expected None, or one or several of {NAMES}. None takes the first backend that accepts the call."),
+    Bad("implementations", lambda a: attend(a, implementation=("xla", "triton")), f"`implementation` is ('xla', 'triton'); expected None, or one or several of {NAMES}. None takes the first backend that accepts the call."),
+    Bad("no_implementation", lambda a: attend(a, implementation=()), f"`implementation` is (); expected None, or one or several of {NAMES}. None takes the first backend that accepts the call."),
+    Bad("implementation_number", lambda a: attend(a, implementation=5), f"`implementation` is 5; expected None, or one or several of {NAMES}. None takes the first backend that accepts the call."),
 ]
 
 OBJECTS = [

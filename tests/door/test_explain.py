@@ -149,7 +149,7 @@ def test_a_mod_without_a_derivative_is_explained() -> None:
 def test_entries_are_drawn_where_tokens_are_few() -> None:
     x = jax.ShapeDtypeStruct((1, 5, 1, 8), np.float32)
     text = flexjax.explain(x, x, x, mask_mod=masks.sliding_window(2))
-    assert "entries: █ kept\n┌─────┐\n│█    │\n│██   │\n│ ██  │\n│  ██ │\n│   ██│\n└─────┘" in text
+    assert "entries: █ visible\n┌─────┐\n│█    │\n│██   │\n│ ██  │\n│  ██ │\n│   ██│\n└─────┘" in text
     long = jax.ShapeDtypeStruct((1, 129, 1, 8), np.float32)
     assert "entries" not in flexjax.explain(long, x, x, mask_mod=masks.causal)
 

@@ -48,9 +48,9 @@ def test_a_rule_may_close_over_an_array(kind: str, size: int) -> None:
 def test_gradients_of_queries_and_of_what_is_closed_over(kind: str) -> None:
     query = jax.random.normal(jax.random.key(0), (1, 12, 1, 8))
     message = (
-        "`score_mod` cannot be differentiated by a captured array of float32[12] that a function with a derivative rule of its "
-        "own closes over, as in jax; hand its element over as an argument of that function, or stop its gradient with "
-        "lax.stop_gradient."
+        "`score_mod` cannot be differentiated with respect to a captured array of float32[12], because a function with a "
+        "derivative rule of its own closes over it; pass its element as an argument of that function, or stop its gradient "
+        "with lax.stop_gradient."
     )
 
     def loss(query: jax.Array, weights: jax.Array, implementation: str) -> jax.Array:

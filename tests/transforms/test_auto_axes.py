@@ -327,8 +327,8 @@ def test_what_is_gathered_is_said_once(slow_outcomes: dict[str, Outcome]) -> Non
     assert said["distance"] < 1e-5
     assert said["nothing"] == []
     assert said["gather"] == [
-        f"FallbackWarning: Each device receives 18.4 kB before the forward pass of a call: {each}. Of how arrays are split over "
-        f"a mesh, attention keeps the batch and the heads. Split those instead, or name the axis that splits the tokens in "
+        f"FallbackWarning: Each device receives 18.4 kB before the forward pass of a call: {each}. Attention keeps a split of the "
+        f"batch and of the heads, and gathers other splits. Split the batch or the heads instead, or name the axis that splits the tokens in "
         f"context=flexjax.ContextParallel(axis). {whole}"
     ]
     assert said["part of a mesh"] == [

@@ -441,7 +441,7 @@ def test_what_a_call_cannot_have() -> None:
         with pytest.raises(ValueError, match="divide") as error:
             flexjax.flex_attention(q, k[:, :, :1], v[:, :, :1], context=ContextParallel("sp", None, "all_to_all"))
         assert str(error.value) == (
-            "`context.method` is 'all_to_all'; expected query and key heads that 2 devices divide. The call has 2 and 1 on each device; "
+            "`context.method` is 'all_to_all'; expected a method that keeps heads together, because 2 does not divide their numbers. The call has 2 query and 1 key heads on each device; "
             "use 'ring' or 'all_gather'."
         )
         counts, blocks = jnp.ones((1, 1, 4), jnp.int32), jnp.zeros((1, 1, 4, 1), jnp.int32)

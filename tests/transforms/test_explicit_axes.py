@@ -196,8 +196,8 @@ def test_tokens_that_are_split_are_gathered(monkeypatch: pytest.MonkeyPatch) -> 
     mesh = case.mesh()
     said = (
         "Each device receives 1.54 kB before the forward pass of a call: query 576 B (split over tokens), key 480 B (split over "
-        "tokens), value 480 B (split over tokens). Of how arrays are split over a mesh, attention keeps the batch and the "
-        "heads. Split those instead, or name the axis that splits the tokens in context=flexjax.ContextParallel(axis). in flex_attention(query=float32[2, 6, 6, 4], key=float32[2, 10, 3, 4], "
+        "tokens), value 480 B (split over tokens). Attention keeps a split of the batch and of the heads, and gathers other "
+        "splits. Split the batch or the heads instead, or name the axis that splits the tokens in context=flexjax.ContextParallel(axis). in flex_attention(query=float32[2, 6, 6, 4], key=float32[2, 10, 3, 4], "
         "value=float32[2, 10, 3, 4])"
     )
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""The decode kernel on mma.sync (compute capability 8.0 to 8.9 and 12.x; on 9.0 where the call asks): operands, launch, results.
+"""The decode kernel on mma.sync (compute capability 8.x, 10.x and 12.x; on 9.0 where the call asks): operands, launch, results.
 
 Work items, chunks of keys, packed rows and the merge of partial results are those of the kernel for Hopper (decode_sm90.py). A CTA is
 one warpgroup that copies and computes (decode_sm80_consumer.py, for 8-bit caches and few packed rows decode_sm80_byte_consumer.py), and

@@ -306,11 +306,11 @@ def refuses_call(plan: KernelPlan) -> str | None:
     if plan.dropout is not None:
         return "It has no dropout."
     if plan.exact_captures:
-        return "It does not return what rounding takes from out, which gradients of captured arrays read."
+        return "It does not return the rounding error of out, which gradients of captured arrays need."
     if plan.extra_dim:
         return "It takes no extra features."
     if plan.options.block_q or plan.options.block_kv or plan.options.num_stages:
-        return "block_q, block_kv and num_stages are options of the other kernel."
+        return "block_q, block_kv and num_stages are options of the forward kernel."
     if plan.origin is not None and not plan.origin.single:
         return "It takes an origin of one run of queries and one of keys."
     if plan.page % COPY_ROWS:
@@ -319,7 +319,7 @@ def refuses_call(plan: KernelPlan) -> str | None:
         return f"It takes quantised caches of head dims that are multiples of 64, not {plan.head_dim} and {plan.value_dim}."
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):
-        return "It takes no block mask that says more than its mask_mod."
+        return "It takes no block mask from user lists or without a mask_mod."
     return None
 
 

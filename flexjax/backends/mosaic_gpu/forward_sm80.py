@@ -1,4 +1,4 @@
-"""The forward kernel on mma.sync (compute capability 8.0 to 8.9 and 12.x; on 9.0 where the call asks): operands, launch, results.
+"""The forward kernel on mma.sync (compute capability 8.x, 10.x and 12.x; on 9.0 where the call asks): operands, launch, results.
 
 A CTA computes one tile of queries of one head. All of its warpgroups copy and compute (forward_sm80_rows.py); no CTA waits for
 another. The configuration is forward_sm80_tiles.py's matter, and the order of CTAs tile_scheduler.py's.

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
     "extra": ({"extra_dim": 8, "extra_heads": 2}, "It takes no extra features."),
     "tile": (
         {"options": KernelOptions(block_q=64, split="auto")},
-        "block_q, block_kv and num_stages are options of the other kernel.",
+        "block_q, block_kv and num_stages are options of the forward kernel.",
     ),
     "runs": (
         {"origin": OriginLayout(1, 1, 1, 256, 2)},

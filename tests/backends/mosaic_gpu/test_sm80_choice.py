@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Target, dict[str, typing.Any], str]] = {
     "split": (
         A100, {"split": 256, "q_len": 4, "block_q": 64, **MMA},
         "The GPU kernels on mma.sync do not split the keys of this call (kernel_options.split=256): block_q, block_kv "
-        "and num_stages are options of the other kernel.",
+        "and num_stages are options of the forward kernel.",
     ),
     "tile": (
         L40S, {"block_q": 192, "num_stages": 2, **MMA},
