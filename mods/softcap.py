@@ -3,29 +3,35 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from flexjax.mod_tools.factory_arguments import positive_number
+from flexjax.mod_tools.array_reads import head_value
+from flexjax.mod_tools.factory_arguments import positive_number, positive_number_or_vector
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
-def softcap(cap: float) -> ScoreMod:
-    """cap * tanh(score / cap)
+def softcap(cap: ArrayLike) -> ScoreMod:
+    """cap[h] * tanh(score / cap[h])
 
-    cap:  finite number above 0: no score leaves `-cap .. cap`.
+    cap:  finite number above 0, or floating `[]` or `[N]`, one per query head: no score leaves `-cap .. cap`. An array may be
+          traced and learned, but is slower on GPUs: kernels need no running maximum where the bounds are known.
+
+    Sizes are not checked against those of the call: an index past the end of `cap` reads the last element.
 
     Chain it before mods that write `-inf`, which it would turn into `-cap`.
 
     Source: Bello et al., "Neural Combinatorial Optimization with Reinforcement Learning", arXiv:1611.09940;
     Gemma Team, "Gemma 2", arXiv:2408.00118, section 2.
 
-    Raises ValueError if `cap` is not a finite number above 0.
+    Raises ValueError if a number is not finite and above 0, or an array is not floating or has more than one axis.
     """
-    bound = positive_number("softcap", "cap", cap, "Gemma 2 uses 50.")
+    bound = positive_number_or_vector("softcap", "cap", cap, "Gemma 2 uses 50.")
 
-    @named(f"softcap_{bound:g}")
+    @named(f"softcap_{bound:g}" if isinstance(bound, float) else "softcap")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """The score squashed into `-cap .. cap` by tanh."""
-        return bound * jnp.tanh(score / bound)
+        most = head_value(bound, h, score)
+        return most * jnp.tanh(score / most)
 
     return score_mod
 

@@ -12,6 +12,8 @@ from flexjax import mods
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks, chain_mods
 from flexjax.errors import bad_argument
+from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.factory_arguments import integer_or_vector, position_array, positive_number_or_vector
 from flexjax.types import Implementations, KernelOptions, Layout, MaskMod, ScoreMod
 
 Array = jax.Array
@@ -27,7 +29,7 @@ def segment_attention(
     kv_segment_ids: Array | None = None,
     kv_positions: Array | None = None,
     window: int | Array | None = None,
-    softcap: float | None = None,
+    softcap: float | Array | None = None,
     sinks: Array | None = None,
     causal: bool = True,
     scale: float | Array | None = None,
@@ -48,11 +50,12 @@ def segment_attention(
     query            [B, T, N, D];  key, value  [B, S, M, D], [B, S, M, E]  (layout "BNTH": heads before tokens)
     segment_ids      int [B, T]: the document of each query. 0 is padding, whose rows give 0 and whose keys nobody sees.
                      None: one document
-    positions        int [B, T]: position of each query in its document; None: its index in the row. Trainers whose positions restart
-                     in each document and trainers whose positions do not get the same result
+    positions        int [B, T], which become int32: position of each query in its document; None: its index in the row. Trainers whose
+                     positions restart in each document and trainers whose positions do not get the same result
     kv_segment_ids, kv_positions   the same for keys, [B, S]; default those of the queries, which needs S == T
-    window           a query sees the last `window` positions, its own included; without `causal` also those of the next `window - 1`
-    softcap          softcap * tanh(score / softcap), before score_mod
+    window           int, int32 [] or [N]: a query sees the last `window` positions, its own included; without `causal` also those of the
+                     next `window - 1`
+    softcap          number, floating [] or [N]: softcap * tanh(score / softcap), before score_mod
     score_mod, mask_mod   applied besides the above: score_mod after the soft cap, mask_mod joined by `&`; they get indices in
                      the row, not `positions`
     the rest         as in flexjax.flex_attention
@@ -67,8 +70,8 @@ def segment_attention(
     batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]
     q_ids = _integers("segment_ids", segment_ids, batch, q_len)
     kv_ids = _of_keys("segment_ids", segment_ids, kv_segment_ids, batch, q_len, kv_len)
-    q_at = _integers("positions", positions, batch, q_len)
-    kv_at = _of_keys("positions", positions, kv_positions, batch, q_len, kv_len)
+    q_at = _as_positions("positions", _integers("positions", positions, batch, q_len))
+    kv_at = _as_positions("kv_positions", _of_keys("positions", positions, kv_positions, batch, q_len, kv_len))
     for name, one, other in (("segment_ids", q_ids, kv_ids), ("positions", q_at, kv_at)):
         if (one is None) != (other is None):
             raise ValueError(
@@ -88,16 +91,15 @@ def segment_attention(
     if causal:
         masks.append(lambda b, h, q, kv: behind(b, q, kv) >= 0)
     if window is not None:
-        if isinstance(window, int) and window < 1:
-            raise bad_argument("window", repr(window), "at least 1", "1 sees the query's own position only.")
-        masks.append(lambda b, h, q, kv: behind(b, q, kv) < window)
+        width = integer_or_vector(
+            "segment_attention", "window", window, "[N]", 1, "1 sees the query's own position only."
+        )
+        masks.append(lambda b, h, q, kv: behind(b, q, kv) < value_at(width, h))
         if not causal:
-            masks.append(lambda b, h, q, kv: behind(b, q, kv) > -window)
-    if softcap is not None and not softcap > 0:
-        raise bad_argument("softcap", repr(softcap), "a positive number", "None means no cap.")
-
+            masks.append(lambda b, h, q, kv: behind(b, q, kv) > -value_at(width, h))
     if softcap is not None:
-        capped = mods.softcap(softcap)
+        cap = positive_number_or_vector("segment_attention", "softcap", softcap, "None means no cap.")
+        capped = mods.softcap(cap)
         score_mod = capped if score_mod is None else chain_mods(capped, score_mod)
     return flex_attention(
         query,
@@ -130,6 +132,15 @@ def _integers(name: str, array: Array | None, batch: int, length: int) -> Array 
             name, f"{array.dtype}{list(array.shape)}", f"integers of shape [{batch}, {length}]", "One for each token."
         )
     return array
+
+
+def _as_positions(name: str, array: Array | None) -> Array | None:
+    """`array`, integers [B, T] or [B, S], as int32: differences of unsigned and of short integers would wrap around. None for None. Raises
+    ValueError for known numbers that int32 does not hold.
+    """
+    if array is None:
+        return None
+    return position_array("segment_attention", name, array, {2: "[B, T]"}, "They count tokens.")
 
 
 def _of_keys(

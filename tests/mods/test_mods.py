@@ -127,7 +127,10 @@ CASES: dict[str, list[Case]] = {
             lambda s, b, h, q, k: s - 2 * math.log(1 + abs(q - k) / 2),
         ),
     ],
-    "softcap": [Case(lambda: mods.softcap(2.5), (), lambda s, b, h, q, k: 2.5 * math.tanh(s / 2.5))],
+    "softcap": [
+        Case(lambda: mods.softcap(2.5), (), lambda s, b, h, q, k: 2.5 * math.tanh(s / 2.5)),
+        Case(mods.softcap, (PER_HEAD,), lambda s, b, h, q, k: PER_HEAD[h] * math.tanh(s / PER_HEAD[h])),
+    ],
     "softcap_approx": [
         Case(lambda: mods.softcap_approx(2.5), (), lambda s, b, h, q, k: 2.5 * math.tanh(s / 2.5), 2.5e-4)
     ],
@@ -265,7 +268,7 @@ def primitives(jaxpr: object) -> set[str]:
 def test_docstrings_name_every_argument(name: str) -> None:
     function = getattr(mods, name)
     text = inspect.getdoc(function) or ""
-    assert re.match(r"(score|cap \*|slopes\[|bucket = )", text)
+    assert re.match(r"(score|cap\[h\] \*|cap \*|slopes\[|bucket = )", text)
     for argument in inspect.signature(function).parameters:
         assert name == "identity" or re.search(rf"^(\w+, )?{argument}(, \w+)?:", text, re.M), argument
 

@@ -58,6 +58,34 @@ def test_padding_gives_zero_and_no_gradient_crosses_documents() -> None:
     assert (np.abs(grad[:, 9:18]) > 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (3, False)])
+def test_positions_of_any_integer_type(dtype: str, window: int | None, causal: bool) -> None:
+    """Differences of unsigned and of short integers would wrap around: all keys would be behind every query."""
+    step, first = (27, -110) if dtype == "int8" else (1, 0)
+    positions = array((first + step * np.asarray(RESTARTING)).astype(dtype))
+    wide = None if window is None else step * window
+    out = flexjax.nn.segment_attention(Q, K, V, IDS, positions, window=wide, causal=causal)
+    np.testing.assert_allclose(out, dense(Q, K, V, window, causal), atol=2e-6)
+
+
+def test_windows_and_caps_that_are_arrays() -> None:
+    """Unsigned, traced, and one for each head; the cap is learned."""
+    want = dense(Q, K, V, 3, False)
+    for window in (jnp.uint8(3), np.uint16(3), jnp.full(Q.shape[2], 3, jnp.uint8)):
+        np.testing.assert_allclose(
+            flexjax.nn.segment_attention(Q, K, V, IDS, window=window, causal=False), want, atol=2e-6
+        )
+
+    def loss(cap: jax.Array | float) -> jax.Array:
+        return jnp.sum(flexjax.nn.segment_attention(Q, K, V, IDS, softcap=cap) ** 2)
+
+    heads = jnp.full(Q.shape[2], 0.7)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(heads)
+    np.testing.assert_allclose(value, loss(0.7), rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(gradient), (loss(0.7 + 1e-2) - loss(0.7 - 1e-2)) / 2e-2, rtol=2e-2)
+
+
 @pytest.mark.slow
 def test_softcap_sinks_mods_and_layout_reach_the_call() -> None:
     sinks = jnp.array([0.3, -0.2])
@@ -120,8 +148,21 @@ def test_trains_as_dense_attention() -> None:
             {"positions": IDS * 1.0},
             "`positions` is float32[4, 20]; expected integers of shape [4, 20]. One for each token.",
         ),
-        ({"window": 0}, "`window` is 0; expected at least 1. 1 sees the query's own position only."),
-        ({"softcap": 0.0}, "`softcap` is 0.0; expected a positive number. None means no cap."),
+        *(
+            (
+                {"window": window},
+                f"`segment_attention`: `window` is {window!r}; expected an int of at least 1. 1 sees the query's own position only.",
+            )
+            for window in (0, np.int64(0), np.int32(-2), True)
+        ),
+        (
+            {"window": jnp.float32(3)},
+            "`segment_attention`: `window` has dtype float32; expected integers. 1 sees the query's own position only.",
+        ),
+        (
+            {"softcap": 0.0},
+            "`segment_attention`: `softcap` is 0.0; expected a finite number above 0. None means no cap.",
+        ),
         (
             {"kv_positions": IDS},
             "`kv_positions` is given without `positions`; expected both or `positions` alone. Pass `positions` too.",
