@@ -52,18 +52,13 @@ Entries = dict[str, dict[str, typing.Any]]
 
 def plan_text(plan: KernelPlan) -> str:
     """The fields of the plan as text, "name: value" each from a new line (programs take several), and of its options deterministic,
-    interpret and, where they are set, instruction and cta_pairs. The fields origin, lengths, exact_captures, page, cache_dtype,
-    precision and residues are there only if set; tile sizes and `split` never are.
+    interpret and, where they are set, instruction and cta_pairs. Fields that have their default are left out, so that a field which a
+    later version adds changes no text; tile sizes and `split` never are there.
 
     Equal plans give the same text in every process (addresses in it are removed), so that a digest of it can be stored.
     """
     options = plan.options
-    absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
-    absent |= set() if plan.exact_captures else {"exact_captures"}
-    absent |= set() if plan.page else {"page", "cache_dtype"}
-    absent |= {"precision"} if plan.precision == "default" else set()
-    absent |= {"residues"} if plan.residues is None else set()
-    fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
+    fields = [f.name for f in dataclasses.fields(plan) if f.name != "options" and getattr(plan, f.name) != f.default]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
     lines += [] if options.instruction is None else [f"instruction: {options.instruction}"]

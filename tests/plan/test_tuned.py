@@ -196,6 +196,17 @@ def test_names_of_problems() -> None:
     assert tuned.versions() == (jax.__version__, flexjax.__version__)
 
 
+def test_a_field_that_a_later_version_adds_changes_no_digest() -> None:
+    later = dataclasses.make_dataclass(
+        "KernelPlan", [("later", int, dataclasses.field(default=0))], bases=(KernelPlan,), frozen=True
+    )
+    fields = {f.name: getattr(plan(), f.name) for f in dataclasses.fields(KernelPlan)}
+    assert tuned.plan_text(later(**fields)) == tuned.plan_text(plan())
+    assert tuned.plan_text(later(**fields, later=1)) == tuned.plan_text(plan()).replace(
+        "deterministic:", "later: 1\ndeterministic:"
+    )
+
+
 # ------------------------------------------------------------------- the lookup
 
 
