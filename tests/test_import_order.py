@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 import sys
 
 import pytest
@@ -122,6 +123,22 @@ def test_imports_point_down(here: str):
     for name in (name for name in MODULES if room(name) == here):
         above = [t for t in own_imports(name) if room(t) != here and RANK[room(t)] < RANK[here]]
         assert above == [], f"{name} imports what is above it"
+
+
+def test_the_map_of_the_code_names_what_each_room_imports():
+    """The third column of a table of docs/architecture.md, up to a semicolon."""
+    public = {"the public functions": "door", "nothing of the package": None}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (`flexjax/\w+/`(?:, `flexjax/\w+/`)*) \|[^|]+\| ([^|;]+)[^|]*\|$", page, re.M)
+    said = {
+        folder: {public.get(name, name) for name in names.strip().split(", ")} - {None}
+        for folders, names in rows
+        for folder in re.findall(r"flexjax/(\w+)/", folders)
+    }
+    assert len(said) >= 14
+    for here, names in said.items():
+        found = {room(t) for name in MODULES if room(name) == here for t in own_imports(name)} - {here}
+        assert names == found, here
 
 
 def test_no_circles():

@@ -211,18 +211,15 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
     return rule
 
 
-def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
+def _monotone(f: Callable[[Array], Array]) -> Callable:
     """Makes the rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low),
     f(high)], attained where the operand's ends are.
-
-    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous`
-                       stays true
     """
 
     def rule(op: Op, args: list[Interval]) -> Interval:
-        """f(x): from f of the lower end to f of the upper end; `contiguous` stays where `keeps_contiguous`."""
+        """f(x): from f of the lower end to f of the upper end; of whether the integers between are numbers of f nothing is known."""
         (x,) = args
-        return Interval(f(x.low), f(x.high), x.attained, flag_and(x.contiguous, keeps_contiguous))
+        return Interval(f(x.low), f(x.high), x.attained, False)
 
     return rule
 

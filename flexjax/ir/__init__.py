@@ -7,7 +7,7 @@ it imports nothing of the package, so that every other room can read programs.
     linear.py            linear forms: integers that are affine in b, h, q and kv
     operations.py        the names that an operation may have
     builder.py           makes programs: shares equal values, folds what is known, tracks axes, linear forms and ranges
-    fold_operands.py     operations that equal one of their operands, and linear forms of results
+    fold_rules.py        operations that equal one of their operands, and linear forms of results
     literals.py          literals, and operations whose operands are all literals
     ranges.py            ranges of integers over the whole attention matrix
     simplify.py          selects between products become products with a select

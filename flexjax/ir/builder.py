@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flexjax.ir import simplify
-from flexjax.ir.fold_operands import fold_extremum, fold_logic, fold_select, linear_result
+from flexjax.ir.fold_rules import fold_extremum, fold_logic, fold_select, linear_result
 from flexjax.ir.literals import evaluate_literals, literal
-from flexjax.ir.operations import COMMUTATIVE, COMPARISONS
+from flexjax.ir.operations import COMMUTATIVE, COMPARISONS, STOP_GRADIENT
 from flexjax.ir.program import (
     FIRST_FREE_ID,
     KV,
@@ -136,7 +136,7 @@ class Builder:
         """The atom that the operation `prim` makes of the operands: folded, found among earlier steps, or the result of
         a new step.
 
-        prim     a name of operations.py, or one that `_fold` replaces (such as "clamp" and "copy")
+        prim     a name of operations.py, or one that `_fold` replaces: "clamp" and "stop_gradient"
         inputs   the operands, in order; those of a commutative operation are sorted
         dtype    the dtype of the result
         params   static parameters of the primitive; those that are None are dropped
@@ -146,7 +146,7 @@ class Builder:
         """
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
-        folded = self._fold(prim, inputs, name, params)
+        folded = self._fold(prim, inputs, name)
         if folded is not None:
             return folded
         if prim in COMMUTATIVE:
@@ -156,7 +156,7 @@ class Builder:
         if key not in self._known:
             axes = mixed_axes([axes_of(a) for a in inputs])
             linear = linear_result(prim, inputs, name)
-            bounds = range_result(prim, inputs, name, params)
+            bounds = range_result(prim, inputs, name)
             if bounds is None or not fits(bounds, name):
                 # a value that may wrap around is neither bounded nor affine
                 bounds = None if not is_integer(name) else whole_range_if_narrow(name)
@@ -257,13 +257,12 @@ class Builder:
 
     # ------------------------------------------------------------------ folding
 
-    def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Atom | None:
+    def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
         """The result of an operation where it needs no new step of that name: a literal, an operand, or an atom that other
         operations make, whose steps are appended. None where the operation has to become a step.
 
         prim, inputs   the operation and its operands
         dtype          dtype name of the result
-        params         static parameters of the primitive
         """
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
@@ -285,7 +284,7 @@ class Builder:
         if prim == "clamp":
             low, x, high = inputs
             return self.op("min", (self.op("max", (x, low), dtype), high), dtype)
-        if prim in ("copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_precision_noop"):
+        if prim == STOP_GRADIENT:
             return inputs[0]
         if prim in ("real", "imag") and (made := self._definition(inputs[0])) is not None and made.prim == "complex":
             return made.inputs[prim == "imag"]

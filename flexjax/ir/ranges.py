@@ -95,7 +95,7 @@ def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
     return True if apart else False if same else None
 
 
-def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Range:
+def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Range:
     """The range that an operation's integer result has in exact arithmetic, from the ranges of its operands; None where
     unknown.
 
@@ -103,7 +103,6 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
     inputs   its operands; for max and min an operand of unknown range has that of the dtype, for any other operation it
              makes the result unknown
     dtype    dtype name of the result; None is returned unless it is an integer type
-    params   static parameters of the operation; no rule depends on them
 
     The range can exceed the dtype; `fits` then says that the result can have wrapped around.
     """
@@ -138,8 +137,6 @@ def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
     if prim == "sign":
         low, high = ranges[0]
         return ((low > 0) - (low < 0), (high > 0) - (high < 0))
-    if prim == "integer_pow":
-        return None
     if len(ranges) != 2:
         return None
     (a, b), (c, d) = ranges

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flexjax.errors import ModError
 from flexjax.ir.builder import Builder
 from flexjax.ir.evaluate_scalars import evaluate_scalars
+from flexjax.ir.operations import STOP_GRADIENT
 from flexjax.ir.program import SCORE, Atom, Call, Load, Op, Program
 from flexjax.ir.replay import Replayed, append_call, replay
 from flexjax.ir.verify import check
@@ -37,7 +38,7 @@ def custom_calls(program: Program) -> tuple[Call, ...]:
 
 def stops_gradients(program: Program) -> bool:
     """Whether stop_gradient is a step of the program."""
-    return any(isinstance(step, Op) and step.prim == "stop_gradient" for step in program.steps)
+    return any(isinstance(step, Op) and step.prim == STOP_GRADIENT for step in program.steps)
 
 
 def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
+from flexjax.ir.operations import STOP_GRADIENT
 from flexjax.ir.program import Atom, Lit
 from flexjax.trace.equations import (
     PYTHON_DIVISION,
@@ -241,7 +242,7 @@ class Lowering:
         """
         if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.inexact):
             return atom
-        return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
+        return self.builder.select(taken, atom, self.builder.unfolded(STOP_GRADIENT, atom))
 
     def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
         """Translates an equation that calls a nested function (jit, remat) on the values `args` by its body; returns the
@@ -385,10 +386,10 @@ class Lowering:
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
-        if name == "stop_gradient" and self.keep_custom:
+        if name == STOP_GRADIENT and self.keep_custom:
             make = lambda atom: self.builder.unfolded(name, atom)
             return self.map_values(make, args, out.shape, out.dtype)
-        if name in ("copy", "stop_gradient"):
+        if name in ("copy", STOP_GRADIENT):
             return args[0] if is_lazy(args[0]) else self.as_atoms(args[0])
         params = {k: v for k, v in eqn.params.items() if k in KEPT_PARAMS}
         if "new_dtype" in params:

@@ -162,7 +162,6 @@ class TileMath:
         captures   captured arrays, Refs, and the tables of an origin
         """
         plan = self.plan
-        ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
 
         def program(
             source: ir.Program | None,
@@ -183,7 +182,7 @@ class TileMath:
                 self.shape,
                 Place(b, h, TileOrigin.of(plan, captures.origin)),
                 row_axis=self.row_axis,
-                edge=ends if self.overhangs else None,
+                overhangs=self.overhangs,
                 results=results,
                 even_columns=True,
                 interpret=plan.options.interpret,

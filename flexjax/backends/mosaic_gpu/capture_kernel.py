@@ -252,7 +252,7 @@ class CaptureKernel:
             captures.score,
             math.shape,
             Place(b, h, TileOrigin.of(plan, captures.origin)),
-            edge=(plan.q_len, plan.kv_len) if math.overhangs else None,
+            overhangs=math.overhangs,
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
         )

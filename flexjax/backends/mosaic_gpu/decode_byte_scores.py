@@ -44,7 +44,7 @@ class ByteScores(ItemConsumer):
             (tile.block_kv, tile.columns),
             Place(item.b, item.kv_head),
             row_axis="kv",
-            edge=(setup.plan.kv_len, tile.used_rows) if overhangs else None,
+            overhangs=overhangs,
             interpret=setup.interpret,
         )
 

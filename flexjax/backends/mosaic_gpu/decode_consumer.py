@@ -66,7 +66,7 @@ class ItemConsumer:
             refs,
             (ROWS, setup.tile.block_kv),
             Place(item.b, item.kv_head),
-            edge=(setup.tile.used_rows, setup.plan.kv_len) if setup.items.tiles_may_overhang else None,
+            overhangs=setup.items.tiles_may_overhang,
             used_rows=setup.tile.used_rows,
             interpret=setup.interpret,
         ).at_rows(i32(0))

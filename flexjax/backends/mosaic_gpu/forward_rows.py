@@ -96,7 +96,7 @@ def programs_at_rows(setup: ForwardSetup[AnyTile], inputs: Inputs[Ref], item: Wo
             refs,
             (tile.rows, tile.block_kv),
             Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin)),
-            edge=(setup.plan.q_len, setup.plan.kv_len) if setup.may_overhang else None,
+            overhangs=setup.may_overhang,
             even_columns=True,
             interpret=setup.interpret,
         ).at_rows(q_start)

@@ -97,11 +97,11 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
         return None
     known_changes = typing.cast(list[int], changes)
     name, first = step.prim, known_changes[0]
-    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _never_wraps(step.out)):
+    if name == "convert_element_type" and _never_wraps(step.out):
         return first
     if name == "neg":
         return -first
-    if name in ("add", "add_any"):
+    if name == "add":
         return first + known_changes[1]
     if name in SAME and first == known_changes[1]:
         return 0

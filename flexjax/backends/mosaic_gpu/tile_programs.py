@@ -84,7 +84,7 @@ class TileProgram:
         place: Place,
         *,
         row_axis: str = "q",
-        edge: tuple[int, int] | None = None,
+        overhangs: bool = False,
         results: tuple[int, ...] | None = None,
         used_rows: int | None = None,
         even_columns: bool = False,
@@ -97,8 +97,7 @@ class TileProgram:
         shape          (rows, columns) of a tile
         place          of the tiles
         row_axis       "q" or "kv": what the rows of a tile are
-        edge           (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp their indices to the
-                       array. None where no tile does. Only whether it is None is read
+        overhangs      whether a tile may extend past the end of the attention matrix: loads then clamp their indices to the array
         results        numbers of the program's results to compute; None: all
         used_rows      how many rows of a tile exist; the others are given the number of the last that exists, so that they read no other
                        address. None: all
@@ -107,7 +106,7 @@ class TileProgram:
         """
         batch, head, origin = place
         self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
-        self.row_axis, self.edge, self.even_columns, self.interpret = row_axis, edge, even_columns, interpret
+        self.row_axis, self.overhangs, self.even_columns, self.interpret = row_axis, overhangs, even_columns, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
         self.env: dict[int, TileValue] = {
@@ -436,7 +435,7 @@ class TileProgram:
         if deferred is not None and deferred.affine_slope is None and deferred.row_term is None:
             return deferred
         if deferred is not None:
-            exact = apply(step, [self._as_tile(s) for s in operands], self.edge is not None)
+            exact = apply(step, [self._as_tile(s) for s in operands], self.overhangs)
             return dataclasses.replace(deferred, exact=exact)
         kinds = {s.kind for s in operands} - {SCALAR}
         if kinds == {ROW, NARROW}:
@@ -445,7 +444,7 @@ class TileProgram:
         args = [self._broadcast(s, kind) for s in operands]
         if kind == SCALAR:
             args = [jnp.asarray(a) for a in args]
-        return TileValue(kind, apply(step, args, self.edge is not None))
+        return TileValue(kind, apply(step, args, self.overhangs))
 
     def _defer(self, step: ir.Op, operands: list[TileValue]) -> TileValue | None:
         """Expresses the result of a float operation as a TileValue with deferred parts; None where the operation has to be computed.
@@ -612,9 +611,9 @@ class TileProgram:
         """For each index of a load: (change from row to row, change from column to column), None for an index that is the same on the tile.
 
         None instead of the tuple where some index is no affine integer or needs a scalar that is not computed, or where indices must be
-        clamped because tiles extend past the end of the attention matrix (`edge`); the load is then a gather.
+        clamped because tiles extend past the end of the attention matrix (`overhangs`); the load is then a gather.
         """
-        if self.edge is not None:
+        if self.overhangs:
             return None
         steps: list[tuple[int, int] | None] = []
         for atom in load.index:
@@ -633,7 +632,7 @@ class TileProgram:
 
         A scalar is one read. A vector or tile whose indices are affine integers or scalars is read by `memory.load_affine`, without the
         values of those affine integers; any other by `_gather`, from the values of its indices. Indices are in bounds, except where tiles
-        extend past the end of the attention matrix (`edge`): there every vector or tile is a gather, which clamps its indices.
+        extend past the end of the attention matrix (`overhangs`): there every vector or tile is a gather, which clamps its indices.
         """
         ref, dtype = self.refs[load.capture], load.out.dtype
         kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
@@ -666,7 +665,7 @@ class TileProgram:
         kind   ROW, COLUMN or TILE, of the axes of the indices together
         size   shape of the result
 
-        Indices that differ between elements are clamped only with `edge`; scalars never.
+        Indices that differ between elements are clamped only with `overhangs`; scalars never.
         """
         ref = self.refs[load.capture]
         operands = [self._value_of(a) for a in load.index]
@@ -675,7 +674,7 @@ class TileProgram:
         for tile_value, n in zip(operands, ref.shape, strict=True):
             value = tile_value.value
             if tile_value.kind != SCALAR:
-                if self.edge is not None:
+                if self.overhangs:
                     value = jnp.minimum(jnp.maximum(value.astype(jnp.int32), np.int32(0)), np.int32(n - 1))
                 value = self._broadcast(TileValue(tile_value.kind, value), kind)
             index.append(value)

@@ -293,8 +293,7 @@ def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
 FINITE_OPS = frozenset(
     {
         "add", "sub", "neg", "abs", "max", "min", "tanh", "logistic", "select_n", "convert_element_type", "eq",
-        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "copy",
-        "clamp", "erf", "floordiv", "floormod",
+        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "erf", "floordiv", "floormod",
     }
 )  # fmt: skip
 """Operations whose results are finite for finite operands (sums of two moderate numbers included)."""

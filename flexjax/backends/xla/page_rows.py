@@ -1,6 +1,6 @@
 """Fetches key blocks of keys and values in pages: only the pages of the blocks that a visit computes, never the whole pool.
 
-A key block is some whole pages, or a part of one page (tile_sizes.whole_pages).
+A key block is some whole pages, or a part of one page (plan/pages.py).
 """
 
 import typing

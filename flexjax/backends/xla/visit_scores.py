@@ -82,7 +82,7 @@ def visit_scores(
         full = program.inputs[0].axes
         want = [
             full,
-            *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} - {"delta"} for r in program.results[1:]),
+            *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} for r in program.results[1:]),
         ]
         want = [frozenset(w) - {"delta"} for w in want]
         values = evaluate(program, tile, want)

@@ -46,9 +46,7 @@ device_description_str: "{name}"
 
 
 class Described(typing.NamedTuple):
-    """A card: its name, compute capability, SMs, threads of an SM, bytes of shared memory of an SM and of a CTA, and the name by
-    which ptxas knows it.
-    """
+    """A card: its name, compute capability, SMs, threads of an SM, bytes of shared memory of an SM and of a CTA."""
 
     name: str
     capability: str
@@ -56,17 +54,16 @@ class Described(typing.NamedTuple):
     threads: int
     sm_memory: int
     cta_memory: int
-    ptxas: str
 
 
 CARDS = {
-    "sm_80": Described("NVIDIA A100-SXM4-80GB", "8.0", 108, 2048, 167936, 166912, "sm_80"),
-    "sm_86": Described("NVIDIA A10", "8.6", 72, 1536, 102400, 101376, "sm_86"),
-    "sm_89": Described("NVIDIA L40S", "8.9", 142, 1536, 102400, 101376, "sm_89"),
-    "sm_90": Described("NVIDIA H100 80GB HBM3", "9.0", 132, 2048, 233472, 232448, "sm_90a"),
-    "sm_100": Described("NVIDIA B200", "10.0", 148, 2048, 233472, 232448, "sm_100a"),
-    "sm_103": Described("NVIDIA B300", "10.3", 148, 2048, 233472, 232448, "sm_103a"),
-    "sm_120": Described("NVIDIA GeForce RTX 5090", "12.0", 170, 1536, 102400, 101376, "sm_120a"),
+    "sm_80": Described("NVIDIA A100-SXM4-80GB", "8.0", 108, 2048, 167936, 166912),
+    "sm_86": Described("NVIDIA A10", "8.6", 72, 1536, 102400, 101376),
+    "sm_89": Described("NVIDIA L40S", "8.9", 142, 1536, 102400, 101376),
+    "sm_90": Described("NVIDIA H100 80GB HBM3", "9.0", 132, 2048, 233472, 232448),
+    "sm_100": Described("NVIDIA B200", "10.0", 148, 2048, 233472, 232448),
+    "sm_103": Described("NVIDIA B300", "10.3", 148, 2048, 233472, 232448),
+    "sm_120": Described("NVIDIA GeForce RTX 5090", "12.0", 170, 1536, 102400, 101376),
 }
 
 

@@ -6,9 +6,12 @@ Without the right wheels the process may abort, and one process compiles for one
 import importlib.util
 import os
 import pathlib
+import re
+import subprocess
+import sys
 import typing
 
-WHEELS = ("jax_cuda13_plugin", "nvidia.cu13")
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def missing() -> str | None:
@@ -70,3 +73,33 @@ def topology(count: int) -> typing.Any:
 
     config = (pathlib.Path(__file__).parent / "hopper.textproto").read_text()
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
+
+
+def spills(file: str, names: typing.Sequence[str], seconds: float = 600) -> dict[str, dict[str, int]]:
+    """For each of the cases `names` that the module `file` compiles as its command line asks, and names on stderr before ("case NAME"), the
+    bytes that each of its kernels spills, as ptxas says.
+
+    Fails where a case has no report, where the process fails, and where ptxas serialises the products of a step (C7510, C7513).
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, file, *names],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        cwd=ROOT,
+    )
+    log = "\n" + done.stdout
+    assert done.returncode == 0, log[-4000:]
+    found = {}
+    for part in log.split("\ncase ")[1:]:
+        kernels = re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores", part)
+        assert kernels, f"ptxas says nothing of {part[-4000:]}"
+        name = part.partition("\n")[0]
+        found[name] = {kernel: max(int(n) for k, n in kernels if k == kernel) for kernel, _ in kernels}
+    assert len(found) == len(names), log[-4000:]
+    assert "C7510" not in log
+    assert "C7513" not in log, "the products of a step are serialised"
+    return found

@@ -124,7 +124,7 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
         *captures, out = refs
         program = tile_programs.TileProgram(
             traced.program, captures, SHAPE, tile_programs.Place(BATCH, HEAD), row_axis="kv" if transposed else "q",
-            edge=(Q, KV) if edge else None, interpret=True,
+            overhangs=edge, interpret=True,
         )  # fmt: skip
         (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
 
