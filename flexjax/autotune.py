@@ -25,6 +25,7 @@ import math
 import os
 import pathlib
 import typing
+import warnings
 import zlib
 
 import jax
@@ -36,7 +37,7 @@ from flexjax import dispatch, time_tiles
 from flexjax.backends import target as targets
 from flexjax.call_arguments import Arguments, check_keywords, describe_call, times_backward
 from flexjax.dispatch import Run
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, stacklevel_of_user
 from flexjax.paged.cache import PagedCache
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
@@ -276,7 +277,7 @@ def _keep(
                 finished
     cache       True: the user's file; a path: that file; False: none
 
-    Returns the file, None if nothing was written.
+    Returns the file, None if nothing was written; warns where it cannot be written.
     """
     path = (tuned.cache_file() if cache else None) if isinstance(cache, bool) else pathlib.Path(cache)
     if path is None:
@@ -292,5 +293,12 @@ def _keep(
         entry[which] = made
     if not any(which in entry for which in tuned.PASSES):
         return None
-    tuned.write(path, {tuned.digest(plan, name, device, of): entry})
+    try:
+        tuned.write(path, {tuned.digest(plan, name, device, of): entry})
+    except OSError as error:  # a home that cannot be written to is no reason to lose the search
+        said = (
+            f"autotune keeps no tiles: {error}. Pass `options` of its result as kernel_options, or cache= another path."
+        )
+        warnings.warn(said, stacklevel=stacklevel_of_user())
+        return None
     return path

@@ -64,11 +64,12 @@ def work_of(call: Call, run: Run) -> Work | None:
         visited, total = int(sum(counts)), mask.kv_num_blocks.size * mask.blocks[1]
         entries = _entries(mask)
     flops = 2.0 * plan.batch * plan.q_heads * entries * (plan.head_dim + plan.extra_dim + plan.value_dim)
-    query_side = plan.q_heads * plan.q_len * (plan.head_dim + plan.value_dim + plan.extra_dim)
+    read, written = (jnp.dtype(t).itemsize for t in (call.plan.input_dtype, plan.dtype))
+    query_side = plan.q_heads * plan.q_len * (read * (plan.head_dim + plan.extra_dim) + written * plan.value_dim)
     key_side = (
         plan.kv_heads * plan.kv_len * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.kv_len * plan.extra_dim
     )
-    moved = plan.batch * jnp.dtype(plan.input_dtype).itemsize * (query_side + key_side)
+    moved = plan.batch * (query_side + read * key_side)
     return Work(visited, total, mask is not None, flops, moved)
 
 

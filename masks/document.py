@@ -128,7 +128,7 @@ def _of_offsets(offsets: Array) -> MaskMod:
         with jax.ensure_compile_time_eval():
             known = np.atleast_2d(np.asarray(offsets))
         tokens = np.arange(max(int(known.max()), 0) + 1)  # the last of them is past every document
-        ids = (known[:, None, :] <= tokens[:, None]).sum(-1, dtype=np.int32) - 1
+        ids = np.stack([np.searchsorted(np.sort(row), tokens, side="right") for row in known]) - 1
         in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
         q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape), jnp.int32) for nobody in (-1, -2))

@@ -379,6 +379,17 @@ BAD: dict[str, tuple[dict[str, typing.Any], str]] = {
 # fmt: on
 
 
+def test_a_file_that_cannot_be_written_loses_no_search(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a file").write_text("")
+    path = tmp_path / "a file" / "tuned.json"
+    with pytest.warns(
+        UserWarning, match=r"^autotune keeps no tiles: .*a file.*Pass `options` of its result as kernel_options"
+    ):
+        found = flexjax.autotune(*qkv(), seconds=0.01, backward=False, cache=path)
+    assert found.kept is None
+    assert found.options.block_q is not None
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case: str) -> None:
     arguments, sentence = BAD[case]

@@ -100,6 +100,10 @@ def attention_fn(
             common = jnp.result_type(query, key, value) if dtype is None else dtype
             query, key, value = (jnp.asarray(x, common) for x in (query, key, value))
         batch = query.shape[:-3]
+        for name, x in (("key", key), ("value", value)):
+            if x.shape[:-3] != batch:
+                advice = "Broadcast it before the call."
+                raise bad_argument(name, f"{x.dtype}{list(x.shape)}", f"the batch axes of query, {list(batch)}", advice)
         sizes = (math.prod(batch), query.shape[-2], query.shape[-3], key.shape[-3])
         q, k, v = (x.reshape((-1, *x.shape[-3:])) if batch else x[None] for x in (query, key, value))
 

@@ -7,13 +7,19 @@ every backend.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax import mods
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks, chain_mods
 from flexjax.errors import bad_argument
 from flexjax.mod_tools.array_reads import value_at
-from flexjax.mod_tools.factory_arguments import integer_or_vector, position_array, positive_number_or_vector
+from flexjax.mod_tools.factory_arguments import (
+    integer_array,
+    integer_or_vector,
+    position_array,
+    positive_number_or_vector,
+)
 from flexjax.types import Implementations, KernelOptions, Layout, MaskMod, ScoreMod
 
 Array = jax.Array
@@ -70,8 +76,8 @@ def segment_attention(
     batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]
     q_ids = _integers("segment_ids", segment_ids, batch, q_len)
     kv_ids = _of_keys("segment_ids", segment_ids, kv_segment_ids, batch, q_len, kv_len)
-    q_at = _as_positions("positions", _integers("positions", positions, batch, q_len))
-    kv_at = _as_positions("kv_positions", _of_keys("positions", positions, kv_positions, batch, q_len, kv_len))
+    q_at = _integers("positions", positions, batch, q_len)
+    kv_at = _of_keys("positions", positions, kv_positions, batch, q_len, kv_len)
     for name, one, other in (("segment_ids", q_ids, kv_ids), ("positions", q_at, kv_at)):
         if (one is None) != (other is None):
             raise ValueError(
@@ -118,29 +124,22 @@ def segment_attention(
 
 
 def _integers(name: str, array: Array | None, batch: int, length: int) -> Array | None:
-    """Checks an argument with a number for each token: returns it as an integer array [batch, length], or None if it is None.
+    """Checks an argument with a number for each token: returns it as an integer array [batch, length], or None if it is None. Positions
+    become int32, because differences of unsigned and of short integers would wrap around.
 
     name   of the argument, for errors
 
-    Raises ValueError for another shape or dtype.
+    Raises ValueError for another shape or dtype, and for known numbers that jax's integers, or int32 for positions, do not hold.
     """
     if array is None:
         return None
-    array = jnp.asarray(array)
-    if array.shape != (batch, length) or not jnp.issubdtype(array.dtype, jnp.integer):
+    given = array if isinstance(array, jax.Array) else np.asarray(array)
+    if given.shape != (batch, length) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise bad_argument(
-            name, f"{array.dtype}{list(array.shape)}", f"integers of shape [{batch}, {length}]", "One for each token."
+            name, f"{given.dtype}{list(given.shape)}", f"integers of shape [{batch}, {length}]", "One for each token."
         )
-    return array
-
-
-def _as_positions(name: str, array: Array | None) -> Array | None:
-    """`array`, integers [B, T] or [B, S], as int32: differences of unsigned and of short integers would wrap around. None for None. Raises
-    ValueError for known numbers that int32 does not hold.
-    """
-    if array is None:
-        return None
-    return position_array("segment_attention", name, array, {2: "[B, T]"}, "They count tokens.")
+    convert = position_array if name.endswith("positions") else integer_array
+    return convert("segment_attention", name, given, {2: f"[{batch}, {length}]"}, "One for each token.")
 
 
 def _of_keys(

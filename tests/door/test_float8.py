@@ -171,7 +171,9 @@ def test_the_report_says_so() -> None:
 def test_only_the_forward_pass_is_timed() -> None:
     """There is no other; and the peak that it is compared with is that of the products, which are of bfloat16 here."""
     given: typing.Any = arrays()
-    assert [p.name for p in flexjax.profile(**given, seconds=0.0, implementation="xla").passes] == ["forward"]
+    made = flexjax.profile(**given, seconds=0.0, implementation="xla")
+    assert [p.name for p in made.passes] == ["forward"]
+    assert made.work.bytes == B * (T * N * (D + 2 * E) + S * M * (D + E))  # out has two bytes a number
     tuning = flexjax.autotune(**given, seconds=60.0, cache=False, implementation="xla")
     assert {timing.which for timing in tuning.timings} == {"forward"}
     assert tuning.finished

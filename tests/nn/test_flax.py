@@ -52,6 +52,14 @@ def test_bias_broadcasts_over_batch_axes() -> None:
         np.testing.assert_allclose(ours, linen.dot_product_attention(q, q, q, bias=bias), atol=2e-6)
 
 
+def test_batch_axes_that_differ_are_refused() -> None:
+    q = jnp.ones((2, 3, 7, 4, 8))
+    with pytest.raises(
+        ValueError, match=re.escape("`key` is float32[3, 2, 7, 4, 8]; expected the batch axes of query, [2, 3].")
+    ):
+        flexjax.nn.attention_fn()(q, jnp.ones((3, 2, 7, 4, 8)), q)
+
+
 def test_unbatched() -> None:
     q = jax.random.normal(jax.random.key(0), (5, HEADS, 8))
     np.testing.assert_allclose(flexjax.nn.attention_fn()(q, q, q), linen.dot_product_attention(q, q, q), atol=2e-6)

@@ -69,6 +69,14 @@ def test_positions_of_any_integer_type(dtype: str, window: int | None, causal: b
     np.testing.assert_allclose(out, dense(Q, K, V, window, causal), atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["segment_ids", "positions"])
+def test_numbers_of_64_bits_are_not_cut_off(name: str) -> None:
+    """Without x64, 7 and 7 + 2^32 would be one document, and 2^32 padding."""
+    numbers = np.where(np.arange(TOKENS) < 9, 7, 7 + 2**32) + np.zeros((ROWS, 1), np.int64)
+    with pytest.raises(ValueError, match=f"^`segment_attention`: `{name}` has numbers from 7 to 4294967303; expected"):
+        flexjax.nn.segment_attention(Q, K, V, **{name: numbers})
+
+
 def test_windows_and_caps_that_are_arrays() -> None:
     """Unsigned, traced, and one for each head; the cap is learned."""
     want = dense(Q, K, V, 3, False)
