@@ -23,6 +23,7 @@ after the end that it shares.
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -339,10 +340,18 @@ def check_positive(name: str, number: object) -> None:
 
 
 def check_int32(name: str, given: object, shape: tuple[int, ...]) -> Array:
-    """The argument `name`, whose value is `given`, as an int32 array; other integer types are cast. Raises ValueError for another shape and
-    for anything but an array of integers.
+    """The argument `name`, whose value is `given`, as an int32 array; numbers of other integer types that int32 does not hold become its
+    largest or smallest. Raises ValueError for another shape and for anything but an array of integers.
     """
-    return _check_array(name, given, shape, jnp.integer, "int32").astype(jnp.int32)
+    if isinstance(given, np.ndarray) and jnp.issubdtype(given.dtype, jnp.integer):
+        given = _clipped(given, np)  # before jax cuts off what 32 bits do not hold
+    return _clipped(_check_array(name, given, shape, jnp.integer, "int32"), jnp).astype(jnp.int32)
+
+
+def _clipped(x: typing.Any, numpy: typing.Any) -> typing.Any:
+    """An integer array with all numbers in the range of int32; `numpy`, np or jnp, is what clips it."""
+    has, holds = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return numpy.clip(x, max(int(has.min), int(holds.min)), min(int(has.max), int(holds.max)))
 
 
 def _check_array(name: str, given: object, shape: tuple[int, ...], kind: type, dtype: str) -> Array:

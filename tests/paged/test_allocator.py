@@ -203,3 +203,15 @@ def test_tables_of_other_allocators_that_count_nothing() -> None:
     assert np.asarray(cache.key)[:, :, 0, 0].sum(1).tolist() == [0, 6, 0, 3]
     table = release(table, np.asarray([True, True]))
     assert table.uses.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.uint64, np.int64])
+def test_numbers_of_64_bits_do_not_wrap_around(dtype: type) -> None:
+    """A length of 2^32 + 3 tokens is not 3, and row 2^32 is not row 0."""
+    table = paged.table(2, 3, 6, 8)
+    _, granted = paged.allocate(table, np.array([2**32 + 3, 2**31 + 8], dtype))
+    assert not granted.any()
+    table, granted = paged.allocate(table, np.array([9, 0], dtype))
+    assert granted.all()
+    table = dataclasses.replace(table, lengths=jnp.array([9, 0], jnp.int32))
+    np.testing.assert_array_equal(paged.fork(table, np.array([0, 2**32], dtype)).lengths, [9, 0])
