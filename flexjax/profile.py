@@ -113,7 +113,7 @@ def profile(
 
     The operations counted are those of visited blocks at full lengths, so a fraction of the roofline near 1 means that the kernel does
     little else. Gradients are those of query, key and value alone. Raises what flex_attention would raise, TypeError for a keyword
-    that it does not have, ValueError for tracers, and NotImplementedError for `context=`.
+    that it does not have, ValueError for tracers and for backward=True with float8, and NotImplementedError for `context=`.
     """
     check_keywords("profile", typing.cast(dict, arguments))
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):

@@ -10,6 +10,8 @@
 An array is held as a WGMMA accumulator is (`registers.TILE`): S^T [block_kv, columns] by keys and packed queries; references, factors
 and sums of weights [64, columns], of which the 16 rows of a warp belong to its softmax; O^T [4 * value dim, columns], value_dim rows of
 each of the four warps in the order of `_to_rows`. In the simulator (`interpret`) the functions do the same with jax.numpy.
+
+The file is longer than others because the PTX of a step and what the simulator does in its place are read together.
 """
 
 import typing

@@ -19,6 +19,8 @@ ptxas interleaves the steps.
 
 Each warpgroup calls the functions on operands of its own. They contain no barrier: the caller waits until the operands are in shared
 memory. In the simulator they are plain dots.
+
+The file is longer than others because all products share the addresses of swizzled tiles and the fragments above.
 """
 
 import dataclasses
