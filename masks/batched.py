@@ -1,6 +1,6 @@
 """A mask of its own for every batch entry."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax import Array
@@ -28,7 +28,7 @@ def batched(mask_mods: Sequence[MaskMod]) -> MaskMod:
         # # # .
         # # # #
     """
-    mods = list(mask_mods)
+    mods = list(mask_mods) if isinstance(mask_mods, Iterable) else []
     if not mods or not all(map(callable, mods)):
         raise ValueError(
             f"`batched`: `mask_mods` is {mask_mods!r}; expected one function of (b, h, q_idx, kv_idx) for each batch entry. "

@@ -1,12 +1,18 @@
 """Masks that hide the future."""
 
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_or_vector
+from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.mod_tools.signatures import MaskMod, named
+
+FARTHEST = 2**30
+"""Known offsets are cut to it, so that their sum with a position stays in int32; no sequence is as long."""
 
 
 def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -40,7 +46,8 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
 
     Query `q` sees the first `q + offset + 1` keys.  With a cache of `kv_len` keys whose last `q_len` belong to the
     queries, `offset = kv_len - q_len`; in decoding it is the number of tokens already cached.  A negative
-    offset leaves the first `-offset` queries without any key.
+    offset leaves the first `-offset` queries without any key.  Known offsets beyond 2^30 count as 2^30, and
+    below -2^30 as -2^30, because a sum beyond int32 wraps around; traced ones are added as they are.
 
     Sizes are not checked against those of the call: an index past the end of `offset` reads the last element.
 
@@ -54,7 +61,8 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
         # # # # # # # .
         # # # # # # # #
     """
-    shift = integer_or_vector("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
+    given = integer_or_vector("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
+    shift = _cut(given)
 
     @named(f"causal_offset_{shift}" if isinstance(shift, int) else "causal_offset")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -62,3 +70,13 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
         return q_idx + value_at(shift, b) >= kv_idx
 
     return mask_mod
+
+
+def _cut(offset: int | Array) -> int | Array:
+    """The offset, int or int32 `[]` or `[B]`, cut to the numbers from -FARTHEST to FARTHEST if it is known."""
+    if isinstance(offset, int):
+        return max(-FARTHEST, min(offset, FARTHEST))
+    if isinstance(offset, Tracer) or not offset.is_fully_addressable:
+        return offset
+    cut = np.clip(np.asarray(offset), -FARTHEST, FARTHEST)
+    return offset if np.array_equal(cut, offset) else as_array(cut)

@@ -2,7 +2,7 @@
 
 from jax import Array
 
-from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.factory_arguments import LARGEST, integer
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -33,11 +33,13 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
     window = integer("dilated_window", "window", window, 1, "A query sees `window` keys, itself included.")
     dilation = integer("dilated_window", "dilation", dilation, 1, "Pass 1 for a window without gaps.")
 
+    width = min(window * dilation, LARGEST)
+
     @named(f"dilated_window_{window}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """Whether the key is the query's own or one of the window before it, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
-        return (distance >= 0) & (distance < window * dilation) & (distance % dilation == 0)
+        return (distance >= 0) & (distance < width) & (distance % dilation == 0)
 
     return mask_mod
 
@@ -72,10 +74,12 @@ def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
     right = integer(call, "right", right, 0, "It counts the keys after the query's own.")
     dilation = integer(call, "dilation", dilation, 1, "Pass 1 for a window without gaps.")
 
+    before, after = min(left * dilation, LARGEST), min(right * dilation, LARGEST)
+
     @named(f"dilated_two_sided_window_{left}_{right}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """Whether the key is in the window before or after the query, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
-        return (distance <= left * dilation) & (-distance <= right * dilation) & (distance % dilation == 0)
+        return (distance <= before) & (-distance <= after) & (distance % dilation == 0)
 
     return mask_mod

@@ -4,6 +4,8 @@ Documents are described by an id for each token, by their lengths, or by offsets
 one ends.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
-from flexjax.mod_tools.factory_arguments import integer_array, position_array
+from flexjax.mod_tools.factory_arguments import LARGEST, integer_array, position_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 MOST_TRACED = 256
@@ -81,7 +83,24 @@ def document(
     kv_ids = q_ids
     if kv_segment_ids is not None:
         kv_ids = integer_array("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
+        _check_signs(segment_ids=q_ids, kv_segment_ids=kv_ids)
     return _of_ids(q_ids, kv_ids)
+
+
+def _check_signs(**ids: Array) -> None:
+    """Raises ValueError if one of the two arrays is uint32 with a known number beyond int32, and the other is signed: jax compares them
+    as int32, in which such a number is a negative one.
+    """
+    for (name, x), (other, y) in itertools.permutations(ids.items(), 2):
+        if x.dtype != jnp.uint32 or y.dtype == jnp.uint32 or isinstance(x, Tracer) or not x.is_fully_addressable:
+            continue
+        most = int(np.asarray(x).max())
+        if most > LARGEST:
+            raise ValueError(
+                f"`document`: `{name}` has numbers up to {most} beside `{other}` of {y.dtype}; expected numbers that int32 holds, as "
+                f"{most} and {most - 2**32} are the same 32 bits. Number both anew, as np.unique does with return_inverse=True, or give "
+                "both one type."
+            )
 
 
 def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:

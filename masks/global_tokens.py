@@ -2,6 +2,7 @@
 
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
@@ -37,7 +38,7 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
         # # . . . . . .
     """
     advice = "Pass how many tokens at the start are global, or a bool for each token."
-    if isinstance(tokens, int | float | np.number):
+    if isinstance(tokens, int | float | np.number) or _is_known_integer(tokens):
         return _first_tokens(integer("global_tokens", "tokens", tokens, 0, advice))
     is_global = bool_array("global_tokens", "tokens", tokens, {1: "[T]", 2: "[B, T]"}, advice)
 
@@ -47,6 +48,13 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
         return batched_value_at(is_global, b, q_idx) | batched_value_at(is_global, b, kv_idx)
 
     return mask_mod
+
+
+def _is_known_integer(tokens: object) -> bool:
+    """Whether `tokens` is one integer in a jax or numpy array, and known."""
+    if isinstance(tokens, Tracer) or not isinstance(tokens, Array | np.ndarray):
+        return False
+    return tokens.ndim == 0 and np.issubdtype(tokens.dtype, np.integer)
 
 
 def _first_tokens(count: int) -> MaskMod:

@@ -1,6 +1,7 @@
 """A learned factor for the scores of each head, which decides how sharply the head attends."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -25,7 +26,7 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
     """
     advice = "Pass one logit per query head."
     logits = float_array("head_gate", "gate", gate, {1: "[N]", 2: "[B, N]"}, advice)
-    factor = jax.nn.sigmoid(logits)
+    factor = jax.nn.sigmoid(logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits)
 
     @named("head_gate")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

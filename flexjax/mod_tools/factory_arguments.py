@@ -106,13 +106,7 @@ def _integers(
     The second is None for an array that is empty, traced or of other processes, and for a jax array of a type that int32 covers,
     which is not read.
     """
-    try:
-        array = as_array(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{call}`: `{name}` is no array of numbers; expected integers {' or '.join(shapes.values())}. Rows of unequal length "
-            f"are padded first. {advice}"
-        ) from error
+    array = _array(call, name, value, "integers", shapes, advice)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
     covered = isinstance(value, Array) and np.can_cast(array.dtype, np.int32)
@@ -126,6 +120,22 @@ def _integers(
     return array, (int(given.min()), int(given.max()))
 
 
+def _array(call: str, name: str, value: ArrayLike, kind: str, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as an array of any type and rank; raises ValueError for what jax makes no array of, such as None and a list of rows of
+    unequal length. `kind` says in the error what the elements should be.
+    """
+    try:
+        if isinstance(value, str):
+            raise TypeError("jax.numpy would evaluate the text")
+        return as_array(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        given = "None" if value is None else f"a {type(value).__name__}, which is no array of numbers"
+        raise ValueError(
+            f"`{call}`: `{name}` is {given}; expected {kind} {' or '.join(shapes.values())}. Rows of unequal length "
+            f"are padded first. {advice}"
+        ) from error
+
+
 def _hold(dtype: DTypeLike, ends: tuple[int, int]) -> bool:
     """Whether an integer dtype holds all numbers from ends[0] to ends[1]."""
     info = jnp.iinfo(dtype)
@@ -134,7 +144,7 @@ def _hold(dtype: DTypeLike, ends: tuple[int, int]) -> bool:
 
 def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
     """Returns `value` as a boolean array. Raises ValueError for another dtype, a rank that is no key of `shapes`, and an empty array."""
-    array = as_array(value)
+    array = _array(call, name, value, "bools", shapes, advice)
     if array.dtype != jnp.bool_:
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
     return _of_rank(call, name, array, shapes, advice)
@@ -144,7 +154,7 @@ def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], 
     """Returns `value` as a floating array of its own dtype; gradients pass. Raises ValueError for integers, another rank than the keys of
     `shapes`, and an empty array.
     """
-    array = as_array(value)
+    array = _array(call, name, value, "floating numbers", shapes, advice)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")
     return _of_rank(call, name, array, shapes, advice)
@@ -200,4 +210,7 @@ def _as_float(value: object) -> float | None:
     """Returns `value` as a float; None for a bool, for anything that is not a number, and for infinities and NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an int that no float holds
+        return None

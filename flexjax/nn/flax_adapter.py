@@ -18,7 +18,8 @@ from flexjax.combine import and_masks
 from flexjax.errors import bad_argument, kind_of
 from flexjax.jax_nn import broadcast_lookup
 from flexjax.masks import causal
-from flexjax.types import Implementations, KernelOptions, MaskMod, ScoreMod
+from flexjax.mod_tools.factory_arguments import position_array
+from flexjax.types import Implementations, KernelOptions, MaskMod, Precision, ScoreMod
 
 Array = jax.Array
 
@@ -50,8 +51,7 @@ def attention_fn(
     dropped probabilities are drawn from another random stream. Scores are always float32 (`force_fp32_for_softmax` holds).
 
     Raises ValueError, also from within the layer's call, for arguments that do not fit or that fused attention cannot honour:
-    `sow_weights=True` (the weights never exist as an array; see flexjax.attention_weights), a `precision` other than the default,
-    einsum replacements.
+    `sow_weights=True` (the weights never exist as an array; see flexjax.attention_weights), einsum replacements.
     """
 
     def attend(
@@ -65,7 +65,7 @@ def attention_fn(
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
-        precision: object = None,
+        precision: Precision = None,
         module: object = None,
         promote_dtype: Callable[..., tuple[Array, Array, Array]] | None = None,
         is_causal: bool = False,
@@ -81,14 +81,13 @@ def attention_fn(
         The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `broadcast_dropout` drops
         the same positions in all batch entries and heads, `dtype` is that of the computation, to which `promote_dtype` casts the arrays
         (None: they are cast to `dtype`, or to their common dtype). `deterministic` means no dropout. `is_causal` compares the indices of
-        the call, not `input_positions`. `force_fp32_for_softmax` changes nothing. They act together with the arguments of attention_fn:
+        the call, not `input_positions`. `force_fp32_for_softmax` changes nothing. `precision` is that of flex_attention. They act together with the arguments of attention_fn:
         masks are joined by `&`, the bias is added after score_mod.
 
-        Raises ValueError for a `precision` other than the default, for a `module` (weights to be sown) or an einsum that is not None, for
+        Raises ValueError for a `precision` that jax does not have, for a `module` (weights to be sown) or an einsum that is not None, for
         a block mask beside a mask of the call, and for dropout without a key.
         """
         _refuse(
-            precision=precision,
             module=module,
             einsum_dot_general=einsum_dot_general,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -141,6 +140,7 @@ def attention_fn(
             dropout_rate=dropped,
             dropout_key=dropout_rng if dropped else None,
             broadcast_dropout=bool(dropped) and broadcast_dropout,
+            precision=precision,
         )
         return out.reshape((*batch, *out.shape[1:]))
 
@@ -148,7 +148,6 @@ def attention_fn(
 
 
 _REASONS = {  # why each argument of flax cannot be honoured
-    "precision": "products run at the precision that the dtype of the arrays gives",
     "module": "fused attention never has the weights as an array, so they cannot be sown; see flexjax.attention_weights",
     "einsum_dot_general": "fused attention has no einsum that could be replaced",
     "qk_attn_weights_einsum": "fused attention has no einsum that could be replaced",
@@ -157,14 +156,10 @@ _REASONS = {  # why each argument of flax cannot be honoured
 
 
 def _refuse(**given: object) -> None:
-    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour: any
-    but None, or for `precision` any but None and the default one.
-    """
+    """Raises ValueError if one of flax's arguments, given by name, is not None: fused attention cannot honour it."""
     for name, value in given.items():
-        default = (None, jax.lax.Precision.DEFAULT, "default") if name == "precision" else (None,)
-        if not any(value is d or (isinstance(value, str) and value == d) for d in default):
-            got = repr(value) if name == "precision" else kind_of(value)
-            raise bad_argument(name, got, "None", f"Leave it out: {_REASONS[name]}.")
+        if value is not None:
+            raise bad_argument(name, kind_of(value), "None", f"Leave it out: {_REASONS[name]}.")
 
 
 def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
@@ -247,7 +242,9 @@ def _at_positions(
                 f"integers of shape [batch..., {q_len}]",
                 "Give the position of each query token.",
             )
-        positions = jnp.broadcast_to(positions, (*batch, q_len)).reshape(-1, q_len).astype(jnp.int32)
+        shapes = {positions.ndim: f"[batch..., {q_len}]"}
+        positions = position_array("attention_fn", "input_positions", input_positions, shapes, "They count tokens.")
+        positions = jnp.broadcast_to(positions, (*batch, q_len)).reshape(-1, q_len)
         both = q_len == kv_len
     elif q_len == 1 and kv_len > 1:
         if mask is None:

@@ -20,7 +20,7 @@ from flexjax.mod_tools.factory_arguments import (
     position_array,
     positive_number_or_vector,
 )
-from flexjax.types import Implementations, KernelOptions, Layout, MaskMod, ScoreMod
+from flexjax.types import Implementations, KernelOptions, Layout, MaskMod, Precision, ScoreMod
 
 Array = jax.Array
 
@@ -39,6 +39,7 @@ def segment_attention(
     sinks: Array | None = None,
     causal: bool = True,
     scale: float | Array | None = None,
+    precision: Precision = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     layout: Layout = "BTNH",
@@ -56,8 +57,9 @@ def segment_attention(
     query            [B, T, N, D];  key, value  [B, S, M, D], [B, S, M, E]  (layout "BNTH": heads before tokens)
     segment_ids      int [B, T]: the document of each query. 0 is padding, whose rows give 0 and whose keys nobody sees.
                      None: one document
-    positions        int [B, T], which become int32: position of each query in its document; None: its index in the row. Trainers whose
-                     positions restart in each document and trainers whose positions do not get the same result
+    positions        int [B, T], which become int32, as do their differences: position of each query in its document; None: its
+                     index in the row. Trainers whose positions restart in each document and trainers whose positions do
+                     not get the same result
     kv_segment_ids, kv_positions   the same for keys, [B, S]; default those of the queries, which needs S == T
     window           int, int32 [] or [N]: a query sees the last `window` positions, its own included; without `causal` also those of the
                      next `window - 1`
@@ -114,6 +116,7 @@ def segment_attention(
         score_mod=score_mod,
         mask_mod=and_masks(*masks) if masks else None,
         scale=scale,
+        precision=precision,
         sinks=sinks,
         layout=layout,
         implementation=implementation,

@@ -713,8 +713,23 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.document(lengths=[[3, 4], [7]]),
-        "`document`: `lengths` is no array of numbers; expected integers [n] or [B, n]. Rows of unequal length are padded first. "
+        "`document`: `lengths` is a list, which is no array of numbers; expected integers [n] or [B, n]. Rows of unequal length are padded first. "
         "Pass the number of tokens of each document.",
+    ),
+    (
+        lambda: masks.document("0011"),
+        "`document`: `segment_ids` is a str, which is no array of numbers; expected integers [T] or [B, T]. Rows of unequal length are "
+        "padded first. Pass the document number of each token.",
+    ),
+    (
+        lambda: masks.document(np.array([0, -1], np.int32), np.array([0, 2**32 - 1], np.uint32)),
+        "`document`: `kv_segment_ids` has numbers up to 4294967295 beside `segment_ids` of int32; expected numbers that int32 holds, as "
+        "4294967295 and -1 are the same 32 bits. Number both anew, as np.unique does with return_inverse=True, or give both one type.",
+    ),
+    (
+        lambda: masks.global_tokens(None),  # pyright: ignore[reportArgumentType]
+        "`global_tokens`: `tokens` is None; expected bools [T] or [B, T]. Rows of unequal length are padded first. Pass how many tokens "
+        "at the start are global, or a bool for each token.",
     ),
     (
         lambda: masks.document(kv_segment_ids=np.zeros(3, int), lengths=np.array([3])),
@@ -730,6 +745,10 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         lambda: masks.batched([]),
         "`batched`: `mask_mods` is []; expected one function of (b, h, q_idx, kv_idx) for each batch entry. Pass a list of "
         "masks.",
+    ),
+    (
+        lambda: masks.batched(None),  # pyright: ignore[reportArgumentType]
+        "`batched`: `mask_mods` is None; expected one function of (b, h, q_idx, kv_idx) for each batch entry. Pass a list of masks.",
     ),
     (
         lambda: masks.shared_prefix(masks.causal, 3),
@@ -876,6 +895,35 @@ def test_lengths_of_documents_are_summed_in_int32(dtype: str) -> None:
 def test_numbers_beyond_int32_are_refused_under_x64_too() -> None:
     with jax.enable_x64(True), pytest.raises(ValueError, match="expected numbers that int32 holds, as positions are"):
         masks.sliding_window(np.asarray([2**33 + 3]))
+
+
+FAR = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (masks.causal_offset(FAR), True),
+        (masks.causal_offset(-FAR), False),
+        (masks.causal_offset(np.array([FAR])), True),
+        (masks.causal_offset(np.array([-FAR - 1])), False),
+        (masks.dilated_window(2**30, 4), None),
+        (masks.dilated_two_sided_window(2**30, 2**30, 4), None),
+    ],
+)
+def test_products_and_sums_of_positions_do_not_wrap(mask: MaskMod, seen: bool | None) -> None:
+    """None: every 4th key, up to the query's own if the window is one-sided."""
+    q, k = np.ogrid[:9, :9]
+    by_fours = ((q - k) % 4 == 0) & ((q >= k) | ("two_sided" in mask.__name__))
+    wanted = by_fours if seen is None else np.full((9, 9), seen)
+    np.testing.assert_array_equal(np.broadcast_to(mask(0, 0, q, k), (9, 9)), wanted)
+    blocks = flexjax.create_block_mask(mask, None, None, 9, 9, block_size=8)
+    np.testing.assert_array_equal(np.asarray(blocks.to_mask())[0, 0], wanted)
+
+
+def test_a_scalar_of_jax_counts_global_tokens() -> None:
+    wanted = masks.global_tokens(2)(0, 0, *np.ogrid[:5, :5])
+    np.testing.assert_array_equal(masks.global_tokens(jnp.int32(2))(0, 0, *np.ogrid[:5, :5]), wanted)
 
 
 def test_a_list_of_traced_numbers_is_an_array() -> None:

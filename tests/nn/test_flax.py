@@ -145,11 +145,6 @@ def test_broadcast_dropout_drops_the_same_positions_everywhere() -> None:
     ("argument", "message"),
     [
         (
-            {"precision": jax.lax.Precision.HIGHEST},
-            "`precision` is Precision.HIGHEST; expected None. Leave it out: products run at the precision that the dtype "
-            "of the arrays gives.",
-        ),
-        (
             {"qk_attn_weights_einsum": jnp.einsum},
             "`qk_attn_weights_einsum` is a function; expected None. Leave it out: fused attention has no einsum that could be "
             "replaced.",
@@ -169,6 +164,26 @@ def test_what_cannot_be_honoured_is_refused(argument: dict[str, object], message
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         flexjax.nn.attention_fn()(q, q, q, **argument)
+
+
+def test_the_precision_is_that_of_the_call() -> None:
+    """It reaches the products in the program of the call."""
+    q = jnp.ones((1, 4, 2, 8))
+    attend = flexjax.nn.attention_fn(implementation="xla")
+    program = lambda precision: str(jax.make_jaxpr(lambda q: attend(q, q, q, precision=precision))(q))
+    assert "HIGHEST" in program(jax.lax.Precision.HIGHEST)
+    assert "HIGHEST" not in program(None)
+    with pytest.raises(ValueError, match=r"^`precision` is 'exact'; expected "):
+        attend(q, q, q, precision="exact")
+
+
+def test_positions_that_int32_cannot_hold_are_refused() -> None:
+    q, positions = jnp.ones((1, 2, 2, 8)), np.array([0, 2**32])
+    attend = flexjax.nn.attention_fn(mask_mod=masks.causal)
+    with pytest.raises(
+        ValueError, match=r"^`attention_fn`: `input_positions` has numbers from 0 to 4294967296; expected"
+    ):
+        attend(q, q, q, input_positions=positions)
 
 
 def test_sown_weights_are_refused(parameters: object) -> None:
