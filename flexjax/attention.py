@@ -119,7 +119,7 @@ def flex_attention(
                  are divided by 1 - dropout_rate. The backward pass drops the same ones; lse is computed before dropout
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: query_extra . key_extra is added to the dot product before
-                 `scale` multiplies it
+                 `scale` multiplies it. As with key, a key_extra of batch 1 serves every batch entry
     query_seq_lengths, key_value_seq_lengths  int32 [B], or an int for all: how many queries and keys of each batch entry exist,
                  clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Blocks past a length are skipped
     origin       Origin: what is added to b, h, q_idx and kv_idx before score_mod, mask_mod and dropout see them, where the arrays are a
@@ -179,7 +179,7 @@ def flex_attention(
     many bytes, on any platform, once for each message. Inside jax.shard_map a call sees the arrays of one device; origin says where they
     lie in the whole problem.
 
-    Hidden positions. A row that the mask hides as a whole gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
+    Hidden positions. A row that the mask hides as a whole, or whose scores are all -inf, gives 0, lse -inf (with sinks: the logit of its head) and zero gradients of
     query, key and value. A row whose scores score_mod sets to a finite number (-1e10) is not hidden: it averages the values. lse is one
     float32, so a number c that is added to all scores of a row makes its gradients wrong by up to |c| * 6e-8 of themselves, and from |c| of
     1e8 on by up to the number of its keys; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can

@@ -67,9 +67,9 @@ def explain(
 
     The text has: the shapes; each traced mod, with the axes that its values depend on and the access pattern of each read of a
     captured array (scalar, slice or gather); a picture of the blocks of the mask; the backends that would run the forward pass, the
-    backward pass and the gradients of captured arrays, with the refusal of each backend asked before; the tiles; how arrays that are split over a mesh
-    divide the work, and the bytes of them that are gathered; and the work: blocks visited, floating-point operations of the
-    forward and the backward pass, and the bytes of query, key, value and out.
+    backward pass and the gradients of captured arrays, with the refusal of each backend asked before; the tiles; how arrays that are split
+    over a mesh divide the work, and the bytes of them that are gathered; and the work: blocks visited, floating-point operations
+    of the forward and the backward pass, and the bytes of query, key, value and out.
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
@@ -77,7 +77,8 @@ def explain(
                 key_value_seq_lengths, origin, precision, query_scales, key_scales, value_scales. Or a query, a PagedCache and a
                 PageTable, and the keywords of paged_attention. Each array, also in a cache or a table, may be a jax.ShapeDtypeStruct
     device      where the call would run: a jax.Device, also of an ahead-of-time topology, or a platform ("cpu", "cuda", "tpu"), which means
-                the first device of that platform here; None: the default device
+                the first device of that platform here; without one, the kernels of its cards are not known: name `implementation` too.
+                None: the default device
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
                 it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query
 

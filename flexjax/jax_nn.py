@@ -83,8 +83,8 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """softmax(where(mask, scale * query . key + bias, -inf)) . value, as jax.nn.dot_product_attention.
 
-    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. Leading axes that an array lacks
-            have size 1, even if the other arrays have them; a key and value of batch 1 serve every batch entry
+    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. An array of three axes has
+            batch 1. A key and value of batch 1 serve every batch entry; a query of batch 1 needs keys of batch 1
     bias    added to the scores, broadcastable to [B, N, T, S]; differentiable
     mask    bool, True where the query attends to the key, broadcastable to [B, N, T, S]
     scale   as in flex_attention: a number, or a jax scalar, which may be traced and gets a gradient

@@ -119,11 +119,11 @@ def paged_attention(
 
     query        [R, T, N, D], or the queries of all requests one after the other, [tokens, N, D], with cu_q_lens. The queries of a
                  request are its last tokens: their keys are in the cache already (`flexjax.paged.append` before attention). Of the
-                 dtype of the cache; of any floating dtype if the cache is quantised
+                 dtype of the cache; of bfloat16, float16, float32 or float64 if the cache is quantised
     cache, table a PagedCache and a PageTable (flexjax.paged). M key heads of the cache divide N
     score_mod, mask_mod  as for flex_attention: b is the request, h the query head, q_idx and kv_idx the positions in the request,
                  whatever its pages are. mask_mod is causal by default; None: every query sees all keys of its request
-    query_seq_lengths  int32 [R], for [R, T, N, D]: how many of the T queries of each request exist; default all
+    query_seq_lengths  int32 [R] or an int for all, for [R, T, N, D]: how many of the T queries of each request exist; default all
     cu_q_lens    int32 [R + 1]: request r has the queries cu_q_lens[r] .. cu_q_lens[r + 1] - 1; rows after the last are padding
     scale, sinks, return_aux, implementation  as for flex_attention
     shared       SharedPrefix: which requests begin with the same tokens. These are read once for the queries of a tile, and not

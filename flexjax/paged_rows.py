@@ -225,6 +225,8 @@ def check_rows(
     if cache.key_scales is not None and cache.value_scales is not None:
         scales = Scales(jnp.asarray(cache.key_scales), jnp.asarray(cache.value_scales))
     in_pages = InPages(inputs, jnp.asarray(table.pages), page, cache.key.dtype.name if quantised else None, scales)
+    if isinstance(query_seq_lengths, int) and not isinstance(query_seq_lengths, bool):
+        query_seq_lengths = np.full(requests, min(max(query_seq_lengths, 0), lead[-1]), np.int32)
     counts = None if query_seq_lengths is None else check_int32("query_seq_lengths", query_seq_lengths, (requests,))
     rows = Rows(inputs, in_pages, counts, jnp.asarray(table.lengths), Origin(query="end"))
     if ragged:

@@ -178,7 +178,7 @@ def table_of(
     existing   how many queries and keys of each batch entry exist, int32 [batch], for query="end" (`_at_end`); None: all
 
     Positions are clipped so that the call lies in a known `whole`. Raises ValueError for other types or shapes, for numbers below 0 or
-    too large for `whole` (those in jax arrays are not looked at), and for a `whole` shorter than the call, unless query and key are 0.
+    too large for `whole` (those in jax arrays are not looked at), and for a `whole` shorter than the call.
     """
     if origin is None or isinstance(origin, OriginTable):
         return origin
@@ -190,6 +190,13 @@ def table_of(
     at_end = isinstance(origin.query, str) and origin.query == "end"
     if at_end:
         origin, whole = _at_end(origin, batch, whole, lengths, existing)
+    ends = (("query", whole[2], lengths[0]), ("key", whole[3], lengths[1]))
+    for name, size, length in ends:
+        if size < length:
+            raise bad_argument(
+                "origin.whole", f"{size} for the length of {name}", f"at least {length}, the length in this call",
+                "Pass the lengths of the whole problem.",
+            )  # fmt: skip
     fields = {name: getattr(origin, name) for name in ("batch", "head", "query", "key")}
     zero = {name for name, x in fields.items() if isinstance(x, int) and not isinstance(x, bool) and x == 0}
     if len(zero) == 4:
@@ -201,12 +208,7 @@ def table_of(
     if {"query", "key"} <= zero:
         return OriginTable(start, head, None, None, whole)
     tables = []
-    for name, size, length in (("query", whole[2], lengths[0]), ("key", whole[3], lengths[1])):
-        if size < length:
-            raise bad_argument(
-                "origin.whole", f"{size} for the length of {name}", f"at least {length}, the length in this call",
-                "Pass the lengths of the whole problem.",
-            )  # fmt: skip
+    for name, size, length in ends:
         starts = _number(f"origin.{name}", fields[name], (batch,), size, length)
         if size < UNKNOWN:
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is

@@ -75,6 +75,7 @@ def segment_attention(
         out = flexjax.nn.segment_attention(q, k, v, batch["segment_ids"], batch["positions"], window=4096, softcap=50.0)
     """
     tokens = 1 if layout == "BTNH" else 2
+    heads = query.shape[3 - tokens]
     batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]
     q_ids = _integers("segment_ids", segment_ids, batch, q_len)
     kv_ids = _of_keys("segment_ids", segment_ids, kv_segment_ids, batch, q_len, kv_len)
@@ -102,11 +103,13 @@ def segment_attention(
         width = integer_or_vector(
             "segment_attention", "window", window, "[N]", 1, "1 sees the query's own position only."
         )
+        _check_heads("window", width, heads)
         masks.append(lambda b, h, q, kv: behind(b, q, kv) < value_at(width, h))
         if not causal:
             masks.append(lambda b, h, q, kv: behind(b, q, kv) > -value_at(width, h))
     if softcap is not None:
         cap = positive_number_or_vector("segment_attention", "softcap", softcap, "None means no cap.")
+        _check_heads("softcap", cap, heads)
         capped = mods.softcap(cap)
         score_mod = capped if score_mod is None else chain_mods(capped, score_mod)
     return flex_attention(
@@ -124,6 +127,16 @@ def segment_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
     )
+
+
+def _check_heads(name: str, value: float | Array, heads: int) -> None:
+    """Raises ValueError if the argument `name`, a number or an array `[]` or with an axis of heads, has neither 1 number nor one for each
+    of the `heads` query heads.
+    """
+    if not isinstance(value, int | float) and value.shape not in ((), (1,), (heads,)):
+        raise bad_argument(
+            name, f"{value.dtype}{list(value.shape)}", f"one number, or {heads}, one for each query head", "Reshape it."
+        )
 
 
 def _integers(name: str, array: Array | None, batch: int, length: int) -> Array | None:

@@ -94,6 +94,14 @@ def test_windows_and_caps_that_are_arrays() -> None:
     np.testing.assert_allclose(jnp.sum(gradient), (loss(0.7 + 1e-2) - loss(0.7 - 1e-2)) / 2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("argument", [{"window": np.ones(3, np.int32)}, {"softcap": jnp.ones(3)}])
+def test_numbers_for_other_heads_are_refused(argument: dict[str, object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"^`(window|softcap)` is \w+\[3\]; expected one number, or 2, one for each query head"
+    ):
+        flexjax.nn.segment_attention(Q, K, V, IDS, **argument)
+
+
 @pytest.mark.slow
 def test_softcap_sinks_mods_and_layout_reach_the_call() -> None:
     sinks = jnp.array([0.3, -0.2])

@@ -370,6 +370,12 @@ ERRORS: list[tuple[Callable, str]] = [
 # fmt: on
 
 
+def test_one_number_counts_the_queries_of_every_request() -> None:
+    attend = lambda counts: np.asarray(flexjax.paged_attention(Q, CACHE, TABLE, query_seq_lengths=counts))
+    np.testing.assert_array_equal(attend(0), attend(np.zeros(2, np.int32)))
+    np.testing.assert_array_equal(attend(5), attend(None))
+
+
 @pytest.mark.parametrize(("call", "message"), ERRORS, ids=range(len(ERRORS)))
 def test_messages(call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as caught:

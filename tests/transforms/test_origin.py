@@ -410,6 +410,11 @@ def causal_part(**fields: Any) -> jax.Array:
             "Pass the lengths of the whole problem.",
         ),
         (
+            {"whole": (2, 2, 16, 8)},
+            "`origin.whole` is 8 for the length of key; expected at least 16, the length in this call. "
+            "Pass the lengths of the whole problem.",
+        ),
+        (
             {"key": 1, "whole": 32},
             "`origin.whole` is 32; expected (batch, heads, q_len, kv_len) of the whole problem, positive ints up to 2^29 or None. "
             "None where a number is not known.",
