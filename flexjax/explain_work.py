@@ -59,7 +59,8 @@ def describe_work(call: Call, run: Run) -> str:
         share = 100 * work.visited / max(work.total, 1)
         which = "" if run.whole is None else " of each residue"
         lines.append(f"  blocks visited{which} {work.visited} of {work.total} ({share:.1f}%)")
-    lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP, backward {work.backward_flops / 1e9:.4g} GFLOP")
+    backward = "" if call.plan.float8 else f", backward {work.backward_flops / 1e9:.4g} GFLOP"
+    lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP{backward}")
     lines.append(f"  query, key, value and out: {work.bytes / 1e6:.4g} MB")
     return "\n".join([*lines, *reads])
 

@@ -5,6 +5,7 @@ operations at the device's peak rate, and at least the time of its bytes at the 
 in the same run, by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
 """
 
+import math
 import statistics
 import time
 import typing
@@ -105,7 +106,7 @@ def profile(
     query, key, value, return_aux, implementation, **arguments   as for flex_attention; concrete arrays
     backward         whether both passes are timed too, with a cotangent of ones; None: unless the inputs are float8, which have no
                      gradients
-    seconds          for how long each pass is timed; at least 3 and at most 100 calls are
+    seconds          number of 0 or more: for how long each pass is timed; at least 3 and at most 100 calls are
 
     Returns a Profile, whose str() is a table:
 
@@ -113,7 +114,8 @@ def profile(
 
     The operations counted are those of visited blocks at full lengths, so a fraction of the roofline near 1 means that the kernel does
     little else. Gradients are those of query, key and value alone. Raises what flex_attention would raise, TypeError for a keyword
-    that it does not have, ValueError for tracers and for backward=True with float8, and NotImplementedError for `context=`.
+    that it does not have, ValueError for tracers, for a number of seconds that is none and for backward=True with float8, and NotImplementedError for `context=`
+    and for arrays on several devices: the roofline is that of one.
     """
     check_keywords("profile", typing.cast(dict, arguments))
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):
@@ -121,6 +123,7 @@ def profile(
     try:
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
         with_backward = times_backward(backward, call.plan.float8)
+        _check(seconds, query, key, value)
         target = targets.of_device(min(jnp.asarray(query).devices(), key=lambda device: device.id))
         run = dispatch.choose(call.plan, dispatch.candidates(implementation), target)
         work = work_of(call, run)
@@ -173,6 +176,17 @@ def memory_bandwidth() -> float:
     x = jnp.ones(n, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return 8.0 * n / _timed(lambda: copy(x), 0.2)[0]
+
+
+def _check(seconds: object, *arrays: ArrayArgument) -> None:
+    """Raises ValueError unless `seconds` is a number of 0 or more, and NotImplementedError if one of the arrays is on several devices."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+        raise bad_argument("seconds", repr(seconds), "a finite number of 0 or more", "2 is the default.")
+    if any(isinstance(x, Array) and len(x.devices()) > 1 for x in arrays):
+        raise NotImplementedError(
+            "profile compares a call with the roofline of one device, and query, key or value is on several. Profile one device's share "
+            "of the work."
+        )
 
 
 def _timed(call: Callable[[], object], seconds: float) -> tuple[float, int, float]:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from flexjax.errors import bad_argument, kind_of
@@ -85,14 +86,13 @@ def empty(
              chooses a scale for each page and head
 
     Raises ValueError for sizes that are no positive ints, a page that is no multiple of 8, another dtype, and scales of another
-    shape or of a pool that is not quantised.
+    shape, of known numbers that are not finite and above 0, or of a pool that is not quantised.
     """
     value_dim = D if E is None else E
     for name, number in (("P", P), ("M", M), ("D", D), ("E", value_dim)):
         check_positive(name, number)
     check_page("page", page)
-    # numpy reads None as float64
-    name = "None" if dtype is None else jnp.dtype(dtype).name
+    name = _name_of(dtype)
     if name not in (*PLAIN, *LARGEST):
         raise bad_argument("dtype", name, "one of " + ", ".join((*PLAIN, *LARGEST)), "Store the cache in one of these.")
     key, value = jnp.zeros((P, page, M, D), name), jnp.zeros((P, page, M, value_dim), name)
@@ -108,18 +108,33 @@ def empty(
     return PagedCache(key, value, *(_given_scale(x, M) for x in pair))
 
 
+def _name_of(dtype: object) -> str:
+    """The name of a dtype; of what is none, and of None, which numpy reads as float64, how it prints."""
+    if dtype is None:
+        return "None"
+    try:
+        return jnp.dtype(dtype).name  # pyright: ignore[reportArgumentType] refused below
+    except TypeError:
+        return repr(dtype)
+
+
 def _given_scale(given: Scales, heads: int) -> Array:
     """The scales that a caller gives for keys or for values, as float32 [M].
 
     given   a number or an array [] or [M], of a floating dtype
     heads   M
 
-    Raises ValueError for another shape or dtype, an int included.
+    Raises ValueError for another shape or dtype, an int included, and for known numbers that are not finite and above 0.
     """
     array = jnp.asarray(given)
     if array.shape not in ((), (heads,)) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise bad_argument(
             "scales", described(array), f"a float or float32[{heads}]", "Give one for all key heads or for each."
+        )
+    known = None if isinstance(given, Tracer) else np.asarray(given, np.float32)
+    if known is not None and not ((known > 0) & np.isfinite(known)).all():
+        raise bad_argument(
+            "scales", str(known.tolist()), "finite numbers above 0", "Stored numbers are divided by them."
         )
     return jnp.broadcast_to(array.astype(jnp.float32), (heads,))
 

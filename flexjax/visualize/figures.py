@@ -7,6 +7,7 @@ that they need no display and are not kept alive.
 
 import functools
 import math
+import operator
 import typing
 from collections.abc import Sequence
 
@@ -52,7 +53,8 @@ def mask(
     Up to 256 tokens along an axis a cell is one of them; beyond, several. The colour of a cell of several entries is the share of visible
     ones. Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
     """
-    heads = [heads] if isinstance(heads, int) else list(heads)
+    heads = _several(heads)
+    _check_lengths(q_len, kv_len)
 
     @jax.jit
     def rows_of(h: Array, rows: Array) -> tuple[Array, Array]:
@@ -150,26 +152,29 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
             'Pass layout="BNTH" for [B, N, T, D] and [B, M, S, D].',
         )
     count = query.shape[2]
-    chosen = list(range(min(4, count))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
+    chosen = list(range(min(4, count))) if heads is None else _several(heads)
     for name, index, limit in (("batch", batch, query.shape[0]), *(("heads", h, count) for h in chosen)):
         if not 0 <= index < limit:
             raise bad_argument(name, str(index), f"from 0 to {limit - 1}", "Indices count from 0.")
     scale = drawn.get("scale")
     factor = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     kv_len = key.shape[1]
+    _check_lengths(query.shape[1], kv_len)
 
     @jax.jit
     def computed(query: Array, key: Array, h: Array, rows: Array) -> tuple[Array, Array]:
         """(scores after score_mod or probabilities, which of them are visible and finite) of the queries of head `h` at
         the positions `rows`, both [len(rows), kv_len].
 
-        Scores of hidden entries are returned too. A row that sees no key has probabilities 0.
+        Scores of hidden entries are returned too. A row that sees no key, or only scores of -inf, has
+        probabilities 0.
         """
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
         on = dense.visible(mask_mod, batch, h, rows, kv_len)
         values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
         if unit == "weight":
-            values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
+            seen = jnp.where(on, values, -jnp.inf)
+            values = jnp.where((seen == -jnp.inf).all(1, keepdims=True), 0, jax.nn.softmax(seen))
         return values, on & jnp.isfinite(values)
 
     lengths, title = (query.shape[1], kv_len), drawn.get("title") or f"{unit}s"
@@ -178,6 +183,21 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     )  # as arguments, because a captured array would be a literal of the program
     panels = [dense.cells(rows_of, h, *lengths) for h in chosen]
     return _figure(panels, chosen, lengths, drawn.get("tokens"), title, unit)
+
+
+def _check_lengths(q_len: int, kv_len: int) -> None:
+    """Raises ValueError unless there is at least one query and one key."""
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if length < 1:
+            raise bad_argument(name, str(length), "at least 1", "Nothing could be drawn.")
+
+
+def _several(heads: int | Sequence[int]) -> list[int]:
+    """The numbers of heads as a list, for one number too. Raises ValueError for none."""
+    numbers = [operator.index(heads)] if isinstance(heads, typing.SupportsIndex) else list(map(operator.index, heads))
+    if not numbers:
+        raise bad_argument("heads", repr(heads), "a head or several", "Each gets a panel.")
+    return numbers
 
 
 def _figure(

@@ -52,5 +52,15 @@ def test_refusals():
         "profile times one device. A call with context= is computed in stages, whose plans `flexjax.explain(..., context=...)` names. "
         "Time flex_attention with kernel_options inside the jitted call instead."
     )
+    with pytest.raises(
+        ValueError, match=r"^`seconds` is nan; expected a finite number of 0 or more\. 2 is the default\."
+    ):
+        flexjax.profile(Q, K, K, seconds=float("nan"))
+    mesh = jax.make_mesh((2,), ("x",))
+    split = jax.device_put(jnp.concatenate([Q, Q]), jax.sharding.NamedSharding(mesh, jax.P("x")))
+    with pytest.raises(
+        NotImplementedError, match=r"^profile compares a call with the roofline of one device, and query"
+    ):
+        flexjax.profile(split, split, split)
     with pytest.raises(ValueError, match=r"^`value` is of shape"):
         flexjax.profile(Q, jnp.ones((2, 256, 3, 16)), K)

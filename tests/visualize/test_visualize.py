@@ -112,6 +112,26 @@ def test_bad_indices(arguments: dict[str, object], message: str):
         visualize.scores(Q, K, **arguments)
 
 
+def test_heads_may_be_numbers_of_numpy():
+    one, same = (drawn(visualize.scores(Q, K, heads=h))[0] for h in (np.int64(1), 1))
+    np.testing.assert_array_equal(one, same)
+    with pytest.raises(ValueError, match=r"^`heads` is \[\]; expected a head or several\. Each gets a panel\.$"):
+        visualize.scores(Q, K, heads=[])
+
+
+def test_a_row_of_scores_minus_infinity_has_weights_0():
+    image = drawn(visualize.weights(Q, K, heads=0, score_mod=lambda s, b, h, q, kv: jnp.where(q == 2, -jnp.inf, s)))[0]
+    np.testing.assert_array_equal(image[2], 0)
+    assert np.isfinite(image).all()
+
+
+def test_nothing_cannot_be_drawn():
+    with pytest.raises(ValueError, match=r"^`q_len` is 0; expected at least 1\. Nothing could be drawn\.$"):
+        visualize.mask(lambda b, h, q, kv: q > kv, 0, 4)
+    with pytest.raises(ValueError, match=r"^`kv_len` is 0; expected at least 1\. Nothing could be drawn\.$"):
+        visualize.scores(Q, K[:, :0])
+
+
 def test_unknown_keywords_are_refused():
     message = "visualize got unexpected arguments head; it takes score_mod, mask_mod, batch, heads, tokens, scale, layout, title."
     with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
