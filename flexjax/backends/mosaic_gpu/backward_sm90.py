@@ -27,6 +27,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
 
@@ -125,7 +126,7 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
     """
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]
-    weight = jnp.exp(sink - lse2) if may_be_large(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
+    weight = jnp.exp(sink - lse2) if may_be_large(plan.score) else jnp.exp2(sink * LOG2E - lse2)
     return -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
 
 

@@ -41,7 +41,6 @@ from flexjax.backends.mosaic_gpu.kernel_parts import not_hoisted as not_hoisted
 from flexjax.backends.mosaic_gpu.kernel_parts import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.thread_tiles import tile_parts
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
 from flexjax.ir import program as ir

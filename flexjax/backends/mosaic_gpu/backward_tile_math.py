@@ -30,7 +30,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import row_scales
 from flexjax.backends.mosaic_gpu.backward_probabilities import Probabilities, WeightReference, weight_reference
-from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
+from flexjax.backends.mosaic_gpu.backward_sm90_common import WGMMA, Captures
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.thread_tiles import (
@@ -41,6 +41,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import (
 )
 from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

@@ -15,9 +15,9 @@ from flexjax.backends.mosaic_gpu import memory, registers
 from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.backends.mosaic_gpu.tile_origin import Place
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir.program import Program
 
 f32 = np.float32

@@ -31,7 +31,7 @@ from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, assemble, element, lowered, positions_of
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.tile_math import LOG2E
 
 WARPS = 4
 """Of a warpgroup."""

@@ -22,7 +22,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, row
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64

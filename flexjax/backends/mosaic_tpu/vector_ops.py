@@ -3,8 +3,6 @@
 A tile's rows lie along the sublanes and its columns along the lanes of vector registers, 128 lanes each.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from flexjax.backends import tile_math
 
 LANES = 128
 """Lanes of a vector register."""
-LOG2E = math.log2(math.e)
 F32 = jnp.float32
 
 Contraction = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
