@@ -24,10 +24,11 @@ from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.decode_byte_scores import ByteScores
 from flexjax.backends.mosaic_gpu.decode_consumer import Programs
 from flexjax.backends.mosaic_gpu.decode_sm80_consumer import KeyTile, MmaDecodeConsumer
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WARPS, WarpSoftmax
+from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WarpSoftmax
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.forward_setup import present
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32, slot_of
+from flexjax.backends.mosaic_gpu.warpgroup import WARPS
 
 f32 = np.float32
 Sums = tuple[jax.Array, WarpSoftmax]

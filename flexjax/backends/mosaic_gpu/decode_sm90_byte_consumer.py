@@ -22,10 +22,11 @@ from flexjax.backends.mosaic_gpu import decode_sm90_bytes, kernel_parts, registe
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_byte_scores import ByteScores
 from flexjax.backends.mosaic_gpu.decode_consumer import Programs
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WARPS, WarpSoftmax
+from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WarpSoftmax
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import FIRST, SECOND, DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
+from flexjax.backends.mosaic_gpu.warpgroup import WARPS
 
 f32 = np.float32
 

@@ -12,8 +12,6 @@ from flexjax.backends.mosaic_gpu.shared_memory import Barriers
 Copying = typing.Literal["cp.async", "tma"]
 """How tiles come to shared memory: by 16-byte copies of the threads (`cp.async`), or by TMA."""
 
-WARPGROUP = 128
-"""Threads of a warpgroup."""
 REGISTERS = 65536
 """Registers of 32 bits of an SM, on every card."""
 MOST_REGISTERS = 255
