@@ -39,6 +39,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.sm100_tiles import load_tile, store_tile, stored
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 COLUMNS_AT_ONCE = 32
@@ -74,7 +75,7 @@ def backward_dq(
     """
     tiles = dataclasses.replace(tiles, pairs=False)
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
-    q_tiles, heads = -(-plan.q_len // TILE), plan.batch * plan.q_heads
+    q_tiles, heads = cdiv(plan.q_len, TILE), plan.batch * plan.q_heads
     visits = tile_visits.visits_for(plan, TILE, TILE, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)
@@ -115,7 +116,7 @@ def backward_dkv(
     """
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
     owned = TILE * tiles.ctas
-    kv_tiles = -(-plan.kv_len // owned)
+    kv_tiles = cdiv(plan.kv_len, owned)
     visits = tile_visits.visits_for(plan, owned, TILE, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))

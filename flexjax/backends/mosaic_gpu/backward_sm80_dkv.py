@@ -28,6 +28,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -61,7 +62,7 @@ def backward_dkv(
     key, value   whether dK, whether dV is computed; the field of one that is not is None
     """
     plan, tokens = call.plan, call.tokens
-    kv_tiles = -(-plan.kv_len // tiles.owned)
+    kv_tiles = cdiv(plan.kv_len, tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (tiles.rows, tiles.scored), "kv", (tiles.visited, tiles.owned))

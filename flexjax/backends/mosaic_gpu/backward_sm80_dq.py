@@ -29,6 +29,7 @@ from flexjax.backends.mosaic_gpu.registers import zero_tile
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import cdiv
 
 
 def backward_dq(
@@ -46,7 +47,7 @@ def backward_dq(
     gradients   the direct gradients, which may be none; each is written in the shape of its `whole_tiles`
     """
     plan, tokens = call.plan, call.tokens
-    q_tiles = -(-plan.q_len // tiles.owned)
+    q_tiles = cdiv(plan.q_len, tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)

@@ -40,9 +40,10 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, c
 from flexjax.backends.mosaic_gpu.kernel_parts import not_hoisted as not_hoisted
 from flexjax.backends.mosaic_gpu.kernel_parts import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
-from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
+from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.thread_tiles import tile_parts
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 

@@ -37,6 +37,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -62,7 +63,7 @@ def backward_dkv(
     """
     plan, tokens = call.plan, call.tokens
     kv_tile = tiles.rows * tiles.groups
-    kv_tiles = -(-plan.kv_len // kv_tile)
+    kv_tiles = cdiv(plan.kv_len, kv_tile)
     visits = tile_visits.visits_for(plan, kv_tile, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, kv_tile))

@@ -35,6 +35,7 @@ from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 KEYS_ARRIVED, VALUES_ARRIVED, PRODUCTS_DONE = 0, 1, 2
 """The barriers of `SplitScratch.own_full`."""
@@ -54,7 +55,7 @@ def backward_dkv_split(
     tiles   ring depths of the kernel
     """
     plan, tokens = call.plan, call.tokens
-    kv_tiles = -(-plan.kv_len // SPLIT_KEYS)
+    kv_tiles = cdiv(plan.kv_len, SPLIT_KEYS)
     visits = tile_visits.visits_for(plan, SPLIT_KEYS, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))

@@ -40,6 +40,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
+from flexjax.integers import cdiv
 
 
 def backward_dq(
@@ -59,7 +60,7 @@ def backward_dq(
     """
     plan, tokens = call.plan, call.tokens
     q_tile = tiles.rows * tiles.groups
-    q_tiles = -(-plan.q_len // q_tile)
+    q_tiles = cdiv(plan.q_len, q_tile)
     visits = tile_visits.visits_for(plan, q_tile, tiles.keys, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in bias.direct_gradients)

@@ -68,6 +68,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
 )
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import cdiv, round_up
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
 """Registers of a thread of the computing warpgroups, and of the copying and adding ones; twice each fill the register file."""
@@ -112,10 +113,10 @@ def backward_fused(
     the first addition to a tile is a store, and tiles that no CTA visits are set to zero afterwards.
     """
     plan, tokens, tiles = chosen.spread(call.plan), call.tokens, chosen.tiles
-    kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
+    kv_tiles, q_tiles = cdiv(plan.kv_len, FUSED_KEYS), cdiv(plan.q_len, tiles.queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // tiles.queries
-        q_tiles = -(-q_tiles // per_block) * per_block
+        q_tiles = round_up(q_tiles, per_block)
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))

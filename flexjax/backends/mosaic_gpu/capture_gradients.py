@@ -64,6 +64,7 @@ from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -267,8 +268,8 @@ def _summed(
         return sums if kernel.shape.kind == ir.ROW else sums.sum(1)  # over queries
 
     count = lists.count.shape[0]
-    runs = -(-count // LISTS_AT_ONCE)
-    each = -(-count // runs)
+    runs = cdiv(count, LISTS_AT_ONCE)
+    each = cdiv(count, runs)
     parts = (lists.head, lists.begin, lists.count)
     if runs == 1:
         return reduced(parts)
@@ -350,7 +351,7 @@ def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) 
     """
     if plan.origin is not None and not plan.origin.single:
         return 0
-    rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
+    rows, columns = cdiv(plan.q_len, tile), cdiv(plan.kv_len, tile)
     most = rows * columns // (2 * (rows + columns - 1))
     return next((n for n in range(1, most + 1) if invariant(derivative, load.index, n * tile)), 0)
 

@@ -23,9 +23,9 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     Part,
     PlainArray,
     SwizzledTiles,
-    round_up,
     scratch_bytes,
 )
+from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import KernelPlan
 
 ROWS = 64
@@ -325,4 +325,4 @@ def refuses_call(plan: KernelPlan) -> str | None:
 
 def chunks(plan: KernelPlan, tile: DecodeTile) -> int:
     """How many chunks the keys of one batch entry of full length have, `tile.chunk` keys each; the last may be shorter."""
-    return math.ceil(plan.kv_len / tile.chunk)
+    return cdiv(plan.kv_len, tile.chunk)

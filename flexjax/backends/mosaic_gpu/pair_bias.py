@@ -36,7 +36,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, Dens
 from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.integers import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

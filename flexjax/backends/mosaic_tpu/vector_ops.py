@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.integers import cdiv
 
 LANES = 128
 """Lanes of a vector register."""
@@ -54,7 +55,7 @@ def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
     """`state` (rows, 128), whose lanes are equal within each row, widened or cut to (rows, cols)."""
     if cols <= LANES:
         return state[:, :cols]
-    return jnp.tile(state, (1, -(-cols // LANES)))[:, :cols]
+    return jnp.tile(state, (1, cdiv(cols, LANES)))[:, :cols]
 
 
 def fill(ref: jax.Ref, value: float) -> None:
