@@ -8,7 +8,7 @@ tensor memory (backward_sm100_issue.py); two more compute P and dS, each of one 
 from where they are multiplied. The query heads that share a key head are visited one after another into the same sums.
 
 No CTA waits for another one but the other of its pair, and the products are issued in one order, so results are the same bits each time.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+The formulas are at the top of backward_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
 all families share.
 backward_sm80.py runs the kernel twice; row statistics and gradients of captured arrays come from the kernels that it has on every card.
 """
@@ -24,10 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm100_issue import IssuingWarps, own_start
 from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath

@@ -8,7 +8,7 @@ group free and gives the sum one order. Where the accumulators do not fit (`Tile
 once for dK.
 
 Each warpgroup has `rows` keys of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+The formulas are at the top of backward_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
 both families share.
 """
 
@@ -18,10 +18,10 @@ import typing
 import jax
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_sm80_split import SplitTiles
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Part

@@ -5,7 +5,7 @@
        captured arrays (direct gradients, pair_bias.py)
     3. the gradients of the other captured arrays (capture_gradients.py), and that of the sinks (by XLA)
 
-The formulas are at the top of backward_sm90_common.py; choose_kernel.py decides which kernels run; support.py refuses
+The formulas are at the top of backward_common.py; choose_kernel.py decides which kernels run; support.py refuses
 plans that no kernel runs. Extra features are appended to the head dim of queries and keys before the kernels, and their
 gradients are cut off after them.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.base import BackwardInputs
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import choose_kernel, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv

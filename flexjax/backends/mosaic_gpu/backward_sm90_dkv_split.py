@@ -8,7 +8,7 @@ each warpgroup has two of the four products and nothing is computed twice. The r
 the dV warpgroup may be a tile ahead. Tiles are transposed as in backward_sm90_dkv.py.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+formulas are at the top of backward_common.py. Q and dO of the visited tiles come through rings of slots in
 shared memory, which a third warpgroup, the copying one, fills by TMA. In all functions, h is a query head, q0 the
 first query of a visited tile, `number` the running number of the visit (how many tiles the CTA visited before, over
 all heads), and `masked` says whether the mask applies. D and E are the padded head dims of keys and values.
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath

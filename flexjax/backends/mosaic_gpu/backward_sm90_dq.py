@@ -9,7 +9,7 @@ leave while the product for dQ runs (pair_bias_tiles.py). Where that gradient is
 same query tile of E batch entries, one after the other for each key tile; otherwise E is 1. `n` numbers them from 0.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. A *direct gradient* is the gradient of a captured array with an
+formulas are at the top of backward_common.py. A *direct gradient* is the gradient of a captured array with an
 element for each (query, key), which this kernel writes itself (pair_bias.py). q0 is the first query of a tile, kv0
 the first key; the *running number* of a visit is how many tiles the CTA visited before; it gives the slots. D is the
 padded head dim of queries and keys.
@@ -25,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
 from flexjax.backends.mosaic_gpu.backward_probabilities import WeightReference
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when

@@ -27,7 +27,7 @@ atomic counter says which key tile a CTA owns, and a CTA waits at a query tile u
 the order says. No CTA waits for a CTA that may not have started.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. In all functions, h is a query head, `q_tile` the number of a
+formulas are at the top of backward_common.py. In all functions, h is a query head, `q_tile` the number of a
 visited query tile, `number` the running number of the visit (how many tiles the CTA visited before, over all heads),
 which gives the slots of the rings, and `masked` says whether the mask applies. D and E are the padded head dims of
 keys and values.
@@ -46,14 +46,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import atomic_counter, branch, dq_order, kernel_parts, tile_visits
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq, spread_shape, sum_shares
 from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
 from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand, zero_rows
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import OwnKeys, QueryVisits, query_visits
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when

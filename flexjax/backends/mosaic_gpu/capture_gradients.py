@@ -22,7 +22,7 @@ additions does not matter. Before, it sums in registers the tiles of a diagonal 
 
 The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the
 captured array, never with queries times keys unless the array has that size. p are the probabilities, dP and delta as at the top of
-backward_sm90_common.py. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
+backward_common.py. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jax import lax
 
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens, captures_of
+from flexjax.backends.mosaic_gpu.backward_common import Captures, Tokens, captures_of
 from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,

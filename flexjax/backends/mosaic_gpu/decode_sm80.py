@@ -8,11 +8,11 @@ an SM holds two of them where its shared memory allows. decode_sm80_tiles.py has
 import jax
 
 from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
+from flexjax.backends.mosaic_gpu.decode_setup import DecodeInputs, DecodeOutputs
 from flexjax.backends.mosaic_gpu.decode_sm80_byte_consumer import MmaByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_consumer import MmaDecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile, mma_decode_scratch
 from flexjax.backends.mosaic_gpu.decode_sm90 import merged, partial_results, prepared
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results

@@ -3,7 +3,7 @@
 The query heads of a key head are packed as rows of one tile of 64, so that each key is read once; keys are cut into chunks
 at fixed positions, so that one request fills the GPU. decode_tiles.py says which calls come here. A CTA is a producer
 warpgroup (decode_sm90_producer.py), which copies by TMA, and two consumer warpgroups (decode_sm90_consumer.py, for 8-bit caches and few
-rows decode_sm90_byte_consumer.py), which compute. They share DecodeSetup. decode_sm90_items.py assigns chunks to CTAs;
+rows decode_sm90_byte_consumer.py), which compute. They share DecodeSetup. decode_items.py assigns chunks to CTAs;
 decode_sm90_merge.py computes the softmax over all chunks from their partial results. NOTES_decode.md estimates the speed.
 """
 
@@ -16,18 +16,18 @@ from jax import lax
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import (
     clipped_copies,
+    decode_scales,
     decode_sm90_merge,
-    decode_sm90_scales,
     kernel_parts,
     memory,
 )
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_intervals import has_interval, visible_interval
+from flexjax.backends.mosaic_gpu.decode_items import Work
+from flexjax.backends.mosaic_gpu.decode_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_sm90_byte_consumer import ByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
-from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
 from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch, pad
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
@@ -191,5 +191,5 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         score=captures(operands.score_captures) if plan.score is not None else (),
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
         pages=None if pages is None else pages.astype(jnp.int32),
-        scales=decode_sm90_scales.scale_operands(setup, operands, work.lengths),
+        scales=decode_scales.scale_operands(setup, operands, work.lengths),
     )

@@ -69,7 +69,7 @@ class DecodeTile:
     head_dim, value_dim   head dims, rounded up to what WGMMA takes
     page_rows             keys that one copy brings: block_kv, or for a cache in pages the greatest common divisor of a page and a tile
     stored                "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
-                          (decode_sm90_widen.py) before it multiplies unless the tile is `transposed`; None for a cache of the plan's
+                          (decode_widen.py) before it multiplies unless the tile is `transposed`; None for a cache of the plan's
                           dtype
     lazy_rescale          the output is rescaled only when a row maximum has grown by a factor of 2^8
     straight              whether a quantised cache may be `transposed`: not for products that may be large

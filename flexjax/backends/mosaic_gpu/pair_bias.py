@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.backward_common import Captures
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
 from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of

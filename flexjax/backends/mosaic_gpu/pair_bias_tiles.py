@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.backward_common import Captures
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, StagedRing
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar

@@ -205,7 +205,7 @@ def test_sizes_of_quantised_caches() -> None:
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_a_slot_is_always_read_by_the_same_warpgroup(stages: int) -> None:
     """A thread knows the phase of a barrier by counting its own waits, so it must wait for every fill of a slot."""
-    from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem, DecodeItems
+    from flexjax.backends.mosaic_gpu.decode_items import DecodeItem, DecodeItems
     from flexjax.backends.mosaic_gpu.kernel_parts import i32
 
     reader: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What the Hopper backward kernels share: the formulas, their operands, WGMMA, and the rings of Q and dO.
+"""What the backward kernels share: the formulas and their operands; on Hopper also WGMMA, and the rings of Q and dO.
 
 For a tile of scores s = scale * q . k, with lse the logarithm of the softmax denominator of each query row,
 

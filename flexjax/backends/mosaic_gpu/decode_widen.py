@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu import decode_fragments
 from flexjax.backends.mosaic_gpu.allocation import swizzled
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps, numbers_of_bytes
+from flexjax.backends.mosaic_gpu.decode_bytes import MlirOps, numbers_of_bytes
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
 from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 
