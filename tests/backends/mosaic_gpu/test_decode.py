@@ -284,7 +284,7 @@ def test_other_masks_have_no_interval(mask: typing.Any) -> None:
 
 @needs_kernels
 def test_sums_do_not_depend_on_chunks_without_visits() -> None:
-    from flexjax.backends.mosaic_gpu.decode_sm90_merge import sum_in_order
+    from flexjax.backends.mosaic_gpu.decode_merge import sum_in_order
 
     x = jnp.asarray(RNG.normal(size=(2, 1, 40, 3)), jnp.float32)
     want = np.asarray(sum_in_order(x))
