@@ -13,9 +13,9 @@ import jax
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import backward_sm100, choose_kernel, sm100_support, tile_visits
+from flexjax.backends.mosaic_gpu.backward_gradients import captured_gradients, gradients_of
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
-from flexjax.backends.mosaic_gpu.backward_sm90 import captured_gradients, gradients_of
 from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, direct_gradients
