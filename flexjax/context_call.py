@@ -23,6 +23,7 @@ from flexjax.context_lengths import ExistingRows
 from flexjax.context_mask import eager_if_known, mask_of_whole, trace_mask
 from flexjax.context_primitives import run
 from flexjax.errors import bad_argument
+from flexjax.integers import round_up
 from flexjax.ir.origin import OriginTable, table_of, table_of_runs
 from flexjax.parallel import context_axes
 from flexjax.parallel.context_layout import ContextLayout
@@ -197,7 +198,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
             _check_split(name, x, layout_name, context)
         split = split_of(query, layout_name) or Split(mesh, (), ())
     whole = tuple(
-        length if length % size == 0 else -(-length // size) * size
+        length if length % size == 0 else round_up(length, size)
         for length, size in zip((layout.q_len, layout.kv_len), layout.block_size, strict=True)
     )
     sizes = tuple((str(name), size) for name, size in mesh.shape.items() if name in context.axes)

@@ -18,6 +18,7 @@ from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.parts import parts_of
+from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import NOT_KNOWN, OriginTable, indices_of
 from flexjax.ir.program import Program
@@ -175,7 +176,7 @@ def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
     if plan.blocks is None or lists is None:
         return None
     blocks = plan.blocks
-    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
+    shape = (blocks.batch, blocks.heads, cdiv(plan.q_len, blocks.block_q))
     # numpy, because jnp would trace these arrays under jit
     empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
     arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]

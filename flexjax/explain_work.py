@@ -8,8 +8,6 @@ the SM with the most work items is the last:
 With READ_RATE and MERGE_TIME as measured (backends/mosaic_gpu/NOTES_decode.md) it is within 5% of what is measured there.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,7 @@ from jax import core
 
 from flexjax.dense import block_mask_of
 from flexjax.dispatch import Run
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.prepare import Call
 from flexjax.work import with_lists_of, work_of
@@ -108,7 +107,7 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         )  # fmt: skip
         return [*([items] if items else []), *([] if seen is None else [_bytes_text(_bytes(plan, seen))])]
     chunk, programs = kernel
-    splits = -(-plan.kv_len // chunk)
+    splits = cdiv(plan.kv_len, chunk)
     if seen is None:
         most = plan.batch * plan.kv_heads * splits
         return [
@@ -127,7 +126,7 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         return lines
     if run.target.capability not in (None, "9.0"):
         return [*lines, _bytes_text(read)]  # READ_RATE is that of an H200
-    rounds = math.ceil(items / min(items, programs))
+    rounds = cdiv(items, min(items, programs))
     seconds = rounds * (read / items) * programs / READ_RATE + MERGE_TIME
     return [
         *lines,

@@ -1,5 +1,5 @@
 """Small functions that use one operation of a program each: the rows of tests/trace/test_primitives.py and
-tests/backends/test_every_primitive.py.
+tests/backends/test_every_primitive.py. Also which primitives a row or a jaxpr has.
 
 A row is a function of a score x and a captured number y, both within 0.15..0.85, and of any int32 n. To add an operation, add
 its row here; both files go over the rows, and the second one says which tables still lack the operation.
@@ -68,3 +68,13 @@ def bound_primitives(row: Row) -> set[str]:
     """Names of the primitives that jax binds for the row."""
     one, word = jnp.float32(0.5), jnp.int32(5)
     return {e.primitive.name for e in jax.make_jaxpr(row)(one, one, word).jaxpr.eqns}
+
+
+def primitives_of(jaxpr: object) -> set[str]:
+    """The names of all primitives of a jaxpr, those of nested jaxprs included."""
+    found: set[str] = set()
+    for equation in getattr(jaxpr, "eqns", []):
+        found.add(equation.primitive.name)
+        for inner in equation.params.values():
+            found |= primitives_of(getattr(inner, "jaxpr", None))
+    return found

@@ -51,7 +51,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
-    ("merge_states", "combine", "reference", "progress_bar", "types", "errors", "partition", "varying"),
+    ("merge_states", "combine", "reference", "progress_bar", "types", "errors", "partition", "varying", "integers"),
     ("mods",),
     ("masks",),
     ("mod_tools",),
@@ -69,6 +69,7 @@ BACKEND_MAY_IMPORT = (
     "flexjax.analysis",
     "flexjax.types",
     "flexjax.errors",
+    "flexjax.integers",
     "flexjax.varying",
 )
 

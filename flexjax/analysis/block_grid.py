@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.interval_values import Interval
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 
@@ -80,7 +81,7 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], plac
     """
     b, h, q, kv = (places[:, i].reshape(-1, 1, 1, 1) for i in range(4))
     within = jnp.arange(side, dtype=jnp.int32)
-    last = [max(0, -(-length // block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
+    last = [max(0, cdiv(length, block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
     q_blocks = jnp.minimum(q * side + within[:, None], last[0])
     kv_blocks = jnp.minimum(kv * side + within, last[1])
     return _grid((b, h, q_blocks, kv_blocks), sizes, placed)

@@ -24,6 +24,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 Array = jax.Array
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+"""Kernels take exponentials to base 2: scores are multiplied by LOG2E, and a logarithm to base 2 by LN2 gives a natural one."""
 
 
 def finite_or_zero(maximum: Array) -> Array:

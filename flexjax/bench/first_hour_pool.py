@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 Task = dict[str, typing.Any]
 Answer = dict[str, typing.Any]
@@ -135,7 +135,6 @@ def run_all(
     until: float,
     folder: str,
     most_seconds: float = 120.0,
-    say: Callable[[str], None] = lambda text: None,
 ) -> list[Answer]:
     """Runs all tasks in several processes and returns their answers, in the order of the tasks. It returns when the last one has its
     answer or the time is up.
@@ -145,7 +144,6 @@ def run_all(
                    second has one second)
     folder         for the stderr of each process, and the compilation cache that they share
     most_seconds   after which a task is ended
-    say            called with a line after each task, by the thread of its process
     """
     answers: list[Answer] = [dict(unreached=UNREACHED) for _ in tasks]
     numbers = iter(range(len(tasks)))
@@ -170,7 +168,6 @@ def run_all(
                     worker.close()
                 cut = "ended_after" in answer and left < most_seconds  # the run's time was up, not the task's
                 answers[i] = dict(unreached=f"{UNREACHED}: it was running") if cut else answer
-                say(f"{tasks[i]['task']} {' '.join(str(x) for x in tasks[i]['arguments'].values())}"[:100])
         finally:
             worker.close()
 

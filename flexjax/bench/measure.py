@@ -28,22 +28,24 @@ from flexjax.bench.inputs import sample_rows
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import SUITES, Workload
 
+TIMEOUT = 1800
+"""Seconds that a child may take."""
 
-def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
-    """Runs `measure` in a child process; returns its result, or {"failed": why}.
+
+def measure_apart(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
+    """Runs `measure` in a child process; returns its result, or {"failed": why}. A child that takes longer than TIMEOUT is ended.
 
     suite     name of the suite in which the child finds the workload
     problem   the workload, of which the child gets the name and `seconds`
     peer      name of the implementation
     which     the pass
-    timeout   a child that takes longer than this many seconds is ended
     """
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return dict(failed=f"not done after {timeout:.0f} s")
+        return dict(failed=f"not done after {TIMEOUT} s")
     if child.returncode == 0:
         return json.loads(child.stdout.splitlines()[-1])
     if child.returncode < 0:

@@ -14,6 +14,8 @@ EX2, SHARED_BYTES, TMEM_BYTES, LANES = 16, 128, 512, 128
 """Of an SM, a clock, from 8.0 to 10.0: ex2 (the throughput table of the CUDA programming guide; 10.3 has twice as many, says NVIDIA's page
 on Blackwell Ultra); bytes of shared memory; bytes of tensor memory to registers (a warp reads its 32 lanes of 4 bytes); float32
 operations, 64 on 8.0."""
+PRODUCT_RATE = 8192
+"""Operations of the products of 16 bits, of an SM, a clock."""
 
 
 class Counts(typing.NamedTuple):
@@ -52,20 +54,18 @@ HANDOVER = 100.0
 TMEM (arXiv 2512.02189) say for each; four of them are in the chain of a forward step."""
 
 
-def tcgen05_forward(dim: int, polynomials: float = 0.25, ex2: int = EX2, tensor: int = 8192) -> Counts:
+def tcgen05_forward(dim: int, polynomials: float = 0.25) -> Counts:
     """The Counts of a step of two query tiles of 128 rows with a softmax warpgroup each, over one key tile of 128.
 
     dim           head dim of keys and values
     polynomials   share of the exponentials that are polynomials on the FMA units (FlashAttention-4: 0.1 to 0.25)
-    ex2           ex2 a clock of an SM
-    tensor        operations a clock of an SM
 
     Instructions of a softmax warp, for the 128 scores of a row: 64 maxima of three operands, 64 packed FMA, an ex2 or 4.5 of a polynomial
     of degree 3 in packed form for each, 64 conversions, 64 packed additions, 40 of copies, barriers and the maximum.
     """
-    product = 2 * TILE * TILE * dim / tensor
+    product = 2 * TILE * TILE * dim / PRODUCT_RATE
     scores = TILE * TILE
-    exponentials = scores * (1 - polynomials) / ex2
+    exponentials = scores * (1 - polynomials) / EX2
     instructions = 4 * TILE / 2 + TILE * (1 - polynomials) + 4.5 * TILE * polynomials + 40
     operands = 2 * TILE * dim * 2 + TILE * dim * 2  # S: queries and keys; P V: values, P is in tensor memory
     moved = scores * 4 + scores * 2
@@ -76,14 +76,12 @@ def tcgen05_forward(dim: int, polynomials: float = 0.25, ex2: int = EX2, tensor:
     )
 
 
-def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int = 8192) -> Counts:
+def tcgen05_backward(dim: int, pairs: bool = True) -> Counts:
     """The Counts of a step of 128 queries and 128 keys with five products: S and dP, dV, dK and dQ, which leaves through shared memory.
 
     dim      head dim of keys and values
     pairs    whether two CTAs share the right operands of their products, except for dQ, which contracts over the keys of both; they
              exchange dS, and each adds half as much to dQ
-    ex2      ex2 a clock of an SM
-    tensor   operations a clock of an SM
 
     `chain` is at most `tensor` here, because products of one step run beside the softmax of another. With dim 128 and without pairs,
     shared memory takes 3328 clocks, as FlashAttention-4 counts; with pairs 2304, where its paper counts 2688.
@@ -98,11 +96,11 @@ def tcgen05_backward(dim: int, pairs: bool = True, ex2: int = EX2, tensor: int =
         TILE * (1 + 1 + 0.5 + 0.5 + 0.5 + 0.5) + 60
     )  # FMA and ex2; packed: dP - delta, times P; two conversions
     moved = 2 * scores * 4 + 2 * scores * 2 + TILE * dim * 4
-    products = 5 * 2 * TILE * TILE * dim / tensor
-    chain = products / 5 * 3 + scores / ex2 + 4 * HANDOVER
+    products = 5 * 2 * TILE * TILE * dim / PRODUCT_RATE
+    chain = products / 5 * 3 + scores / EX2 + 4 * HANDOVER
     return Counts(
         products,
-        scores / ex2,
+        scores / EX2,
         instructions,
         (operands + staged) / SHARED_BYTES,
         moved / TMEM_BYTES,
@@ -145,16 +143,15 @@ class Product(typing.NamedTuple):
         return max(self)
 
 
-def product(columns: int, depth: int, left: bool, pairs: bool, tensor: int = 8192) -> Product:
+def product(columns: int, depth: int, left: bool, pairs: bool) -> Product:
     """The Product of one CTA's instructions: a result of 128 rows and `columns` columns, contracted over `depth`, with operands of 16
     bits.
 
     left     whether the left operand comes from shared memory (else from tensor memory)
     pairs    whether each CTA reads half of the right operand
-    tensor   operations a clock of an SM
     """
     operands = (TILE * depth if left else 0) + columns * depth / (2 if pairs else 1)
-    return Product(2 * TILE * columns * depth / tensor, 2 * operands / SHARED_BYTES)
+    return Product(2 * TILE * columns * depth / PRODUCT_RATE, 2 * operands / SHARED_BYTES)
 
 
 def products(issue: Issue) -> dict[str, list[Product]]:

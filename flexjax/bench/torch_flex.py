@@ -16,6 +16,9 @@ import numpy as np
 from flexjax.bench.inputs import alone, random_arrays, sample_rows
 from flexjax.bench.suites import MODS, Workload, document_ids, neighbours
 
+ROUNDS, BACK_TO_BACK = 7, 10
+"""Of a timing: measurements, of which the median counts, and calls in each."""
+
 
 def facts() -> dict[str, str]:
     """{"torch": its version}. Sets torch up for the suite (recompilation limit, gradients asked for twice), so it is called once before
@@ -151,27 +154,23 @@ def tensor(x: np.ndarray, dtype: str) -> Any:
     return bits.to("cuda").view(getattr(torch, dtype))
 
 
-def events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> float:
-    """The median seconds of a call, by CUDA events.
-
-    rounds   number of measurements
-    inner    number of back-to-back calls of each measurement
-
-    Three calls before the first measurement warm up.
+def events(call: Callable[[], object]) -> float:
+    """The median seconds of a call, by CUDA events: of ROUNDS measurements of BACK_TO_BACK calls each. Three calls before the first
+    measurement warm up.
     """
     import torch
 
     for _ in range(3):
         call()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        for _ in range(inner):
+        for _ in range(BACK_TO_BACK):
             call()
         last.record()
         torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / inner)
+        times.append(first.elapsed_time(last) / BACK_TO_BACK)
     return float(np.median(times)) * 1e-3
 
 

@@ -22,10 +22,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import BlockedMask, blocks_along, classify_on_host
+from flexjax.block_mask.classify import BlockedMask, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
+from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
 from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS
@@ -204,7 +205,7 @@ def from_lists(
         )
     block_q, block_kv = block_sizes(block_size)
     q_len = num.shape[2] * block_q if q_len is None else _length("q_len", q_len)
-    if blocks_along(q_len, block_q) != num.shape[2]:
+    if cdiv(q_len, block_q) != num.shape[2]:
         raise bad_argument(
             "q_len",
             str(q_len),
@@ -212,7 +213,7 @@ def from_lists(
             "Pass the number of queries that the lists were made for.",
         )
     kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
-    columns = blocks_along(kv_len, block_kv)
+    columns = cdiv(kv_len, block_kv)
     if any(isinstance(x, Tracer) for x in (num, index, full_num, full_index)):
         num, index = in_range(num, index, columns)
         full_num, full_index = in_range(full_num, full_index, columns)

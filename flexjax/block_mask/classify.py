@@ -25,6 +25,7 @@ from flexjax.analysis.block_grid import block_grid, block_tiles
 from flexjax.analysis.interval_values import Truth
 from flexjax.analysis.intervals import decide
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import NOWHERE, OriginLayout, Placed, Starts, key_positions, query_positions
 from flexjax.ir.program import Program, classify_load
@@ -50,11 +51,6 @@ Sizes = tuple[int, int, int, int]
 """q_len, kv_len, block_q, block_kv."""
 
 
-def blocks_along(length: int, block: int) -> int:
-    """The number of blocks of size `block` that cover `length`, both in tokens; the last one may reach past the end."""
-    return -(-length // block)
-
-
 class BlockedMask(typing.NamedTuple):
     """A mask that is cut into blocks, without its arrays: what is static when its blocks are classified.
 
@@ -73,7 +69,7 @@ class BlockedMask(typing.NamedTuple):
     def counts(self) -> tuple[int, int]:
         """The numbers of query blocks and of key blocks."""
         q_len, kv_len, block_q, block_kv = self.sizes
-        return blocks_along(q_len, block_q), blocks_along(kv_len, block_kv)
+        return cdiv(q_len, block_q), cdiv(kv_len, block_kv)
 
     def of_squares(self) -> "BlockedMask":
         """The same mask, cut into squares of SIDE x SIDE blocks: each square is one block."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable
 from flexjax.ir.program import Program
 
@@ -98,7 +99,7 @@ class Parts:
     @property
     def blocks(self) -> tuple[int, int]:
         """How many (query blocks, key blocks) the attention matrix has."""
-        return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))
+        return (cdiv(self.q_len, self.block_size[0]), cdiv(self.kv_len, self.block_size[1]))
 
 
 def parts_of(

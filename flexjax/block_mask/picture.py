@@ -14,6 +14,7 @@ from jax.core import Tracer
 from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL, places_of_lists
 from flexjax.errors import bad_argument
+from flexjax.integers import cdiv
 
 SHADES = {EMPTY: " ", PARTIAL: "░", FULL: "█"}
 COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
@@ -46,7 +47,7 @@ def shrink(grid: np.ndarray, most: int) -> np.ndarray:
     A cell is full (empty) if all its blocks are, else partial. A grid that fits is returned as it is.
     """
     for axis in (0, 1):
-        group = -(-grid.shape[axis] // most) if grid.shape[axis] else 1
+        group = cdiv(grid.shape[axis], most) if grid.shape[axis] else 1
         if group > 1:
             cuts = np.arange(0, grid.shape[axis], group)
             low, high = np.minimum.reduceat(grid, cuts, axis), np.maximum.reduceat(grid, cuts, axis)

@@ -17,6 +17,8 @@ with the square of the length.
 
 import numpy as np
 
+from flexjax.integers import cdiv, round_up
+
 EVEN = 1.02
 """Heaviest over mean load from which on the search looks no further."""
 CHUNKS = 256
@@ -36,13 +38,13 @@ def blocks_per_device(blocks: int, devices: int, balance: str) -> tuple[int, int
     balance   "auto", "contiguous" or "zigzag". For "auto" a chunk is the largest power of two of blocks of which each device still has
               max(8, CHUNKS // devices), at least one block; for the others it is one block
     """
-    each = max(1, -(-blocks // devices))
+    each = max(1, cdiv(blocks, devices))
     if balance != "auto":
         return each, 1
     chunk = 1
     while 2 * chunk * max(8, CHUNKS // devices) <= each:
         chunk *= 2
-    return -(-each // chunk) * chunk, chunk
+    return round_up(each, chunk), chunk
 
 
 def contiguous(each: int, devices: int) -> np.ndarray:
@@ -101,7 +103,7 @@ def any_of_rows(needed: np.ndarray, groups: np.ndarray) -> np.ndarray:
     groups   int [groups, n]: the numbers of the rows of each group; numbers past the last row stand for rows of False
     """
     rows, columns = needed.shape
-    words = _padded(needed, 1, -(-columns // 8) * 8).view(np.uint64)  # eight columns at once
+    words = _padded(needed, 1, round_up(columns, 8)).view(np.uint64)  # eight columns at once
     found = np.zeros((len(groups), words.shape[1]), np.uint64)
     for group, of_group in zip(found, groups, strict=True):
         inside = of_group[of_group < rows]

@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.errors import bad_argument
+from flexjax.integers import cdiv
 from flexjax.parallel import context_balance
 from flexjax.parallel.context_blocks import is_traced, trace_mask, visited_blocks
 from flexjax.parallel.context_rounds import Rounds, needed_keys, received_counts, rounds_of
@@ -243,7 +244,7 @@ def picture(layout: ContextLayout) -> str:
         return f"{lines[0]}, traced"
     for side in ("query", "key") if layout.q_len != layout.kv_len else ("query",):
         length, blocks, size = layout._of(side)
-        count = max(1, -(-length // size))
+        count = max(1, cdiv(length, size))
         owner = np.zeros(_size(blocks), int)
         owner[np.asarray(blocks).ravel()] = np.repeat(np.arange(layout.devices), blocks.shape[1])
         shown = owner[np.linspace(0, count, min(count, WIDTH), endpoint=False).astype(int)]
@@ -310,11 +311,11 @@ def context_layout(
     given = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(given) != 2 or any(not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1 for n in given):
         raise bad_argument("block_size", repr(block_size), "a positive int or a pair of them", "128 is the default.")
-    size = (min(int(given[0]), -(-q_len // devices)), min(int(given[1]), -(-kv_len // devices)))
-    counts = (-(-q_len // size[0]), -(-kv_len // size[1]))
+    size = (min(int(given[0]), cdiv(q_len, devices)), min(int(given[1]), cdiv(kv_len, devices)))
+    counts = (cdiv(q_len, size[0]), cdiv(kv_len, size[1]))
     make = functools.partial(ContextLayout, q_len, kv_len, devices, size, balance)
     each, chunk = context_balance.blocks_per_device(counts[0], devices, balance)
-    key_blocks = context_balance.contiguous(max(1, -(-counts[1] // devices)), devices)
+    key_blocks = context_balance.contiguous(max(1, cdiv(counts[1], devices)), devices)
     alike = q_len == kv_len and size[0] == size[1]
     fixed = context_balance.zigzag if balance == "zigzag" else context_balance.contiguous
     query_blocks = fixed(each, devices)

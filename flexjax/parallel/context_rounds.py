@@ -15,6 +15,7 @@ import functools
 import jax
 import numpy as np
 
+from flexjax.integers import cdiv
 from flexjax.parallel.context_balance import any_of_rows
 
 Array = jax.Array | np.ndarray
@@ -111,5 +112,5 @@ def _rounded(of_shift: dict[int, int], devices: int, each: int) -> dict[int, int
     while reach < farthest:
         reach *= 4
     widest = max(of_shift.values(), default=0)
-    width = min(size for size in (-(-each // part) for part in WIDTHS) if size >= widest)
+    width = min(size for size in (cdiv(each, part) for part in WIDTHS) if size >= widest)
     return {s: width if min(s, devices - s) <= reach else 0 for s in of_shift}

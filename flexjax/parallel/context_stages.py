@@ -20,6 +20,7 @@ from flexjax.analysis.intervals import decide
 from flexjax.block_mask.classify import classes_of
 from flexjax.block_mask.traced_lists import lists_of_classes
 from flexjax.block_mask.transpose import EMPTY
+from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginLayout, OriginTable, Starts, shift_heads
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
@@ -119,7 +120,7 @@ def classes_on(
     queries, keys   int32: numbers of blocks in the sequence. A number below 0 or past the last block stands for no block: its
                     pairs are EMPTY
     """
-    counts = [-(-length // size) for length, size in zip(call.lengths, call.block_size, strict=True)]
+    counts = [cdiv(length, size) for length, size in zip(call.lengths, call.block_size, strict=True)]
     real = [(n >= 0) & (n < count) for n, count in zip((queries, keys), counts, strict=True)]
     rows, columns = (jnp.where(on, n, 0) for on, n in zip(real, (queries, keys), strict=True))
     if tables.classes is not None:

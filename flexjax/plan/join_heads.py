@@ -24,6 +24,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from flexjax.integers import cdiv
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.origin import Starts
 from flexjax.ir.program import KV, SCORE, Atom, B, H, Program, Q
@@ -183,7 +184,7 @@ def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | No
         return lists
     if lists.partial_num is None or lists.partial_index is None:
         return BlockLists(lists.full_num, lists.full_index, None, None)
-    columns = -(-plan.kv_len // plan.blocks.block_kv)
+    columns = cdiv(plan.kv_len, plan.blocks.block_kv)
     counted = lambda num, index: jnp.where(jnp.arange(index.shape[-1]) < num[..., None], index, columns)
     pairs = ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index))
     index = jnp.sort(jnp.concatenate([counted(*pair) for pair in pairs], -1), -1)[..., :columns]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.origin import UNKNOWN
 from flexjax.ir.program import Program
@@ -55,10 +56,10 @@ def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
         return plan
     blocks = plan.blocks
     if blocks is None:
-        rows, columns = -(-plan.q_len // block_q), -(-plan.kv_len // block_kv)
+        rows, columns = cdiv(plan.q_len, block_q), cdiv(plan.kv_len, block_kv)
         everywhere = (columns, 0, rows, 0) if plan.mask is not None else (0, columns, 0, rows)
         blocks = BlockLayout(1, 1, block_q, block_kv, *everywhere)
-    rows, columns = -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv)
+    rows, columns = cdiv(plan.q_len, blocks.block_q), cdiv(plan.kv_len, blocks.block_kv)
     # A query length makes all blocks of a row partial, a key length at most one of them; of a column it is the other way round.
     by_query, by_key = plan.lengths
     more = blocks.full if by_query else 1
@@ -122,7 +123,7 @@ def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths:
     blocks           the block layout of `plan_as_mask`, of which the block size is read
     lengths          of queries and keys; None for one that the call lacks
     """
-    shape = (1, 1, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
+    shape = (1, 1, cdiv(plan.q_len, blocks.block_q), cdiv(plan.kv_len, blocks.block_kv))
     if operands.lists is None:
         classes = jnp.full(shape, FULL if plan.mask is None else PARTIAL, jnp.int8)
     else:

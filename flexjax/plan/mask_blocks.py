@@ -23,6 +23,7 @@ from flexjax.block_mask import transpose
 from flexjax.block_mask.host_or_program import module_of, not_folded
 from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
@@ -125,7 +126,7 @@ def _covered(length: int, old: int, new: int) -> np.ndarray:
     Returns int [number of new blocks, most]: numbers of old blocks, where `most` is the largest number of old blocks that one
     new block overlaps. A row with fewer repeats its last old block.
     """
-    first = np.arange(-(-length // new)) * new
+    first = np.arange(cdiv(length, new)) * new
     low, high = first // old, (np.minimum(first + new, length) - 1) // old
     most = int((high - low).max(initial=0)) + 1
     return np.minimum(low[:, None] + np.arange(most), high[:, None])
@@ -165,7 +166,7 @@ def classes_of_plan(plan: KernelPlan, lists: BlockLists) -> Array:
     """
     blocks, xp = plan.blocks, module_of(*lists)
     assert blocks is not None
-    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
+    shape = (blocks.batch, blocks.heads, cdiv(plan.q_len, blocks.block_q), cdiv(plan.kv_len, blocks.block_kv))
     classes = xp.zeros(shape, np.int8)
     for num, index, value in ((*lists[:2], PARTIAL), (*lists[2:], FULL)):
         if num is not None and index is not None:
@@ -201,7 +202,7 @@ def _traced(
     blocks   batch, heads, block_q, block_kv of the old BlockLayout
     """
     batch, heads, block_q, block_kv = blocks
-    shape = (batch, heads, -(-sizes[2] // block_q), -(-sizes[3] // block_kv))
+    shape = (batch, heads, cdiv(sizes[2], block_q), cdiv(sizes[3], block_kv))
     given = () if program is None else program.captures
     types = [jax.ShapeDtypeStruct(shape, jnp.int32), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given)]
 

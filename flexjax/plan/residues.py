@@ -29,6 +29,7 @@ import numpy as np
 from flexjax.analysis.patterns import residue_conjuncts
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import BlockedMask, classify_on_host
+from flexjax.integers import cdiv
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import KV, SCORE, UNIFORM, Atom, H, Linear, Op, Program, Q, Step, Val, axes_of
 from flexjax.ir.replay import replay
@@ -75,7 +76,7 @@ def _blocks(mask: Program, modulus: int, lengths: tuple[int, int]) -> tuple[Bloc
     """
     program = _split_mask(mask, modulus, 1, lengths, ends=False)
     rows, columns = (_tokens(n, modulus) for n in lengths)
-    counts = (-(-rows // BLOCK), -(-columns // BLOCK))
+    counts = (cdiv(rows, BLOCK), cdiv(columns, BLOCK))
     if program is None or counts[0] * counts[1] > MOST_BLOCKS:
         return None, 0
     with eager_without_mesh():
@@ -100,7 +101,7 @@ def _blocks(mask: Program, modulus: int, lengths: tuple[int, int]) -> tuple[Bloc
 
 def _tokens(length: int, modulus: int) -> int:
     """The tokens of each residue, with that which does not exist for some of them: length / modulus, rounded up."""
-    return -(-length // modulus)
+    return cdiv(length, modulus)
 
 
 def _new_builder(

@@ -17,6 +17,7 @@ import flexjax
 from flexjax import masks
 from flexjax.combine import and_masks
 from flexjax.mod_tools.signatures import MaskMod
+from tests.primitives import primitives_of
 
 Sizes = list[tuple[int, int]]
 SIZES: Sizes = [(1, 1), (7, 7), (16, 16), (33, 33), (13, 29), (29, 13)]
@@ -449,18 +450,8 @@ def test_a_mask_is_a_plain_scalar_function(case: Case) -> None:
     with jax.numpy_dtype_promotion("strict"):
         jaxpr, result = jax.make_jaxpr(case.mask, return_shape=True)(index, index, index, index)
     assert (result.shape, result.dtype) == ((), jnp.bool_)
-    assert not primitives(jaxpr.jaxpr) & {"while", "cond", "scan"}
+    assert not primitives_of(jaxpr.jaxpr) & {"while", "cond", "scan"}
     assert re.fullmatch(r"[a-z0-9_-]+", case.mask.__name__)
-
-
-def primitives(jaxpr: object) -> set[str]:
-    """The names of all primitives of a jaxpr, those of nested jaxprs included."""
-    found: set[str] = set()
-    for equation in getattr(jaxpr, "eqns", []):
-        found.add(equation.primitive.name)
-        for inner in equation.params.values():
-            found |= primitives(getattr(inner, "jaxpr", None))
-    return found
 
 
 # ----------------------------------------------------------------- documentation

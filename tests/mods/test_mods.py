@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flexjax import mods
 from flexjax.mod_tools.signatures import ScoreMod
 from tests.cases.small import quick_jit
+from tests.primitives import primitives_of
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 9, 7
 HELPERS = {"alibi_slopes", "t5_buckets", "tanh_approx"}
@@ -250,18 +251,8 @@ def test_a_mod_keeps_the_dtype_of_the_score(case: Case, dtype: jnp.dtype) -> Non
             jax.ShapeDtypeStruct((), dtype), index, index, index, index
         )
     assert (result.shape, result.dtype) == ((), dtype)
-    assert not primitives(jaxpr.jaxpr) & {"while", "cond", "scan"}
+    assert not primitives_of(jaxpr.jaxpr) & {"while", "cond", "scan"}
     assert re.fullmatch(r"[a-z0-9_.-]+", mod.__name__)
-
-
-def primitives(jaxpr: object) -> set[str]:
-    """The names of all primitives of a jaxpr, those of nested jaxprs included."""
-    found: set[str] = set()
-    for equation in getattr(jaxpr, "eqns", []):
-        found.add(equation.primitive.name)
-        for inner in equation.params.values():
-            found |= primitives(getattr(inner, "jaxpr", None))
-    return found
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "tanh_approx"])

@@ -197,7 +197,7 @@ def random_problem(seed: int) -> dict[str, Any]:
         dtype=str(pick(*DTYPES)),
         layout=str(pick("BTNH", "BNTH")),
         mask=str(pick(*_masks(None, 1, 1, 1, 1))),
-        mod=str(pick(*_mods(None, 1, 1, 1, 1))),
+        mod=str(pick(*_mods(1, 1, 1, 1))),
         blocks=bool(rng.random() < 0.5),
         sinks=bool(rng.random() < 0.2),
         deterministic=bool(rng.random() < 0.8),
@@ -266,7 +266,7 @@ def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], A
     )
 
 
-def _mods(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
+def _mods(B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
     """(shape of the captured array that learns, maker of the score_mod over it), by name.
 
     B, N, T, S   batch entries, heads, queries, keys
@@ -309,7 +309,7 @@ def soak(seed: int) -> str:
     E, dtype = row["value_dim"] or D, row["dtype"]
     turn = (lambda x: x) if row["layout"] == "BNTH" else (lambda x: jnp.swapaxes(x, 1, 2))
     mask_mod = _masks(rng, B, N, T, S)[row["mask"]]()
-    shape, mod_of = _mods(rng, B, N, T, S)[row["mod"]]
+    shape, mod_of = _mods(B, N, T, S)[row["mod"]]
     shapes = dict(q=(B, N, T, D), k=(B, M, S, D), v=(B, M, S, E), w=(B, N, T, E))
     drawn = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items()}
     w = drawn.pop("w")

@@ -114,13 +114,12 @@ def float8_call(name: str) -> None:
         test_float8.check_equal_weights(32768, interpret=False)
 
 
-def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
+def one_kernel(name: str) -> typing.Any:
     """The gradients of q, k and v of the sum of squares of attention over 300 tokens, computed by the fused backward
     kernel.
 
-    name             of ONE_KERNEL. "64" in it: head dim 64, otherwise 128; "causal": a causal mask, and dQ added in a fixed
-                     order; "any_order": a causal mask, and dQ added in any order; otherwise full attention in a fixed order
-    implementation   the backend
+    name   of ONE_KERNEL. "64" in it: head dim 64, otherwise 128; "causal": a causal mask, and dQ added in a fixed order; "any_order": a
+           causal mask, and dQ added in any order; otherwise full attention in a fixed order
 
     It makes the heuristics choose the fused kernel for the rest of the process.
     """
@@ -138,7 +137,7 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
         """The sum of the squares of attention's result."""
         mask_mod = None if full else flexjax.masks.causal
         options = flexjax.KernelOptions(deterministic=deterministic)
-        out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation=implementation)
+        out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation="mosaic_gpu")
         return jnp.square(out.astype(jnp.float32)).sum()
 
     draw = lambda key: jax.random.normal(key, (1, 300, 2, dim), jnp.bfloat16)

@@ -13,6 +13,8 @@ import jax
 
 WATCHED = 75
 """Seconds after which a case of a watched table ends the process, because a kernel that hangs must not keep the device."""
+ROUNDS, BACK_TO_BACK = 7, 4
+"""Of a timing: rounds, of which the median counts, and calls of a program in each."""
 
 
 class Named(typing.Protocol):
@@ -27,16 +29,16 @@ class Named(typing.Protocol):
 AnyCase = typing.TypeVar("AnyCase", bound=Named)
 
 
-def median_seconds(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
-    """Median wall-clock seconds of each call over `rounds` rounds. In a round every call is timed once, as the mean of
-    `each` calls back to back.
+def median_seconds(calls: list[Callable[[], object]]) -> list[float]:
+    """Median wall-clock seconds of each call over ROUNDS rounds. In a round every call is timed once, as the mean of
+    BACK_TO_BACK calls.
     """
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for call, found in zip(calls, times, strict=True):
             start = time.perf_counter()
-            jax.block_until_ready([call() for _ in range(each)])
-            found.append((time.perf_counter() - start) / each)
+            jax.block_until_ready([call() for _ in range(BACK_TO_BACK)])
+            found.append((time.perf_counter() - start) / BACK_TO_BACK)
     return [statistics.median(found) for found in times]
 
 

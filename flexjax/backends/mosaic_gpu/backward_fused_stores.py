@@ -17,11 +17,12 @@ from jaxlib.mlir.dialects import arith, nvvm
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, lowered, positions_of
 from flexjax.backends.mosaic_gpu.sm80_products import swizzled
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 
 ROWS, PIECE = 64, 64
 """Rows of a tile, and columns of a swizzled piece of 8 rows: 128 bytes of a 16-bit dtype."""
-LANES, THREADS = 32, 128
-"""Of a warp, and of a warpgroup."""
+LANES = 32
+"""Of a warp."""
 
 
 def write_operand(tile: jax.Array, target: Ref, interpret: bool) -> None:
@@ -43,7 +44,7 @@ def write_operand(tile: jax.Array, target: Ref, interpret: bool) -> None:
         """
         i32 = ir.IntegerType.get_signless(32)
         c = lambda n: mgpu.c(n, i32)
-        thread = arith.remui(mgpu_utils.thread_idx(), c(THREADS))
+        thread = arith.remui(mgpu_utils.thread_idx(), c(WARPGROUP))
         lane, warp = arith.remui(thread, c(LANES)), arith.divui(thread, c(LANES))
         row, matrix = arith.remui(lane, c(8)), arith.divui(lane, c(8))
         below, right = arith.remui(matrix, c(2)), arith.divui(matrix, c(2))

@@ -19,8 +19,8 @@ from jax import lax
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import row_scales
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.backends.mosaic_gpu.thread_tiles import whole_power
+from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan
 
 

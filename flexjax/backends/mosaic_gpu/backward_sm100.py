@@ -8,7 +8,7 @@ tensor memory (backward_sm100_issue.py); two more compute P and dS, each of one 
 from where they are multiplied. The query heads that share a key head are visited one after another into the same sums.
 
 No CTA waits for another one but the other of its pair, and the products are issued in one order, so results are the same bits each time.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+The formulas are at the top of backward_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
 all families share.
 backward_sm80.py runs the kernel twice; row statistics and gradients of captured arrays come from the kernels that it has on every card.
 """
@@ -24,10 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm100_issue import IssuingWarps, own_start
 from flexjax.backends.mosaic_gpu.backward_sm100_tiles import HALVES, TILE, Scratch, Tcgen05Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
@@ -39,6 +39,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.sm100_tiles import load_tile, store_tile, stored
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 COLUMNS_AT_ONCE = 32
@@ -74,7 +75,7 @@ def backward_dq(
     """
     tiles = dataclasses.replace(tiles, pairs=False)
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
-    q_tiles, heads = -(-plan.q_len // TILE), plan.batch * plan.q_heads
+    q_tiles, heads = cdiv(plan.q_len, TILE), plan.batch * plan.q_heads
     visits = tile_visits.visits_for(plan, TILE, TILE, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)
@@ -115,7 +116,7 @@ def backward_dkv(
     """
     plan, derivative, tokens, captures = call.plan, call.derivative, call.tokens, call.captures
     owned = TILE * tiles.ctas
-    kv_tiles = -(-plan.kv_len // owned)
+    kv_tiles = cdiv(plan.kv_len, owned)
     visits = tile_visits.visits_for(plan, owned, TILE, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, derivative, (TILE, tiles.half), "kv", (TILE, TILE))

@@ -4,18 +4,18 @@
 
 With tcgen05 the kernels in the middle are those of backward_sm100.py, if they run the plan.
 
-The formulas are at the top of backward_sm90_common.py. No CTA waits for another one, and every sum has one order, so results are the
+The formulas are at the top of backward_common.py. No CTA waits for another one, and every sum has one order, so results are the
 same bits each time. What the kernels cannot run support.py refuses.
 """
 
 import jax
 
 from flexjax.backends.base import BackwardInputs
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import backward_sm100, choose_kernel, sm100_support, tile_visits
+from flexjax.backends.mosaic_gpu.backward_gradients import captured_gradients, gradients_of
 from flexjax.backends.mosaic_gpu.backward_sm80_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm80_dq import backward_dq
-from flexjax.backends.mosaic_gpu.backward_sm90 import captured_gradients, gradients_of
 from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, direct_gradients

@@ -8,7 +8,7 @@ group free and gives the sum one order. Where the accumulators do not fit (`Tile
 once for dK.
 
 Each warpgroup has `rows` keys of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+The formulas are at the top of backward_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
 both families share.
 """
 
@@ -18,16 +18,17 @@ import typing
 import jax
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_sm80_split import SplitTiles
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_COLUMNS, BackwardCall, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -61,7 +62,7 @@ def backward_dkv(
     key, value   whether dK, whether dV is computed; the field of one that is not is None
     """
     plan, tokens = call.plan, call.tokens
-    kv_tiles = -(-plan.kv_len // tiles.owned)
+    kv_tiles = cdiv(plan.kv_len, tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (tiles.rows, tiles.scored), "kv", (tiles.visited, tiles.owned))

@@ -3,7 +3,7 @@
     S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
 
 Each warpgroup has `rows` queries of its own, or shares them and splits the columns (backward_sm80_split.py), and all share the visited tiles.
-The formulas are at the top of backward_sm90_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
+The formulas are at the top of backward_common.py, P and dS of a tile in backward_tile_math.py and backward_probabilities.py, which
 both families share. A *direct gradient* is the gradient of a captured array with an element for each (query, key), which this kernel
 writes itself (pair_bias.py).
 """
@@ -17,10 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_sm80_split import SplitTiles
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles, scratch
 from flexjax.backends.mosaic_gpu.backward_sm80_visits import VisitedTiles, VisitingCta, VisitNow, VisitSequence
-from flexjax.backends.mosaic_gpu.backward_sm90_common import ALONG_ROWS, BackwardCall, DqOutputs, Inputs, statistics_of
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
 from flexjax.backends.mosaic_gpu.pair_bias import DirectGradient
@@ -29,6 +29,7 @@ from flexjax.backends.mosaic_gpu.registers import zero_tile
 from flexjax.backends.mosaic_gpu.sm80_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.sm80_results import write_rows
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import cdiv
 
 
 def backward_dq(
@@ -46,7 +47,7 @@ def backward_dq(
     gradients   the direct gradients, which may be none; each is written in the shape of its `whole_tiles`
     """
     plan, tokens = call.plan, call.tokens
-    q_tiles = -(-plan.q_len // tiles.owned)
+    q_tiles = cdiv(plan.q_len, tiles.owned)
     visits = tile_visits.visits_for(plan, tiles.owned, tiles.visited, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in gradients)

@@ -22,7 +22,8 @@ import typing
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dims
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Part, SwizzledTiles, scratch_bytes
-from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, meeting_barrier
+from flexjax.backends.mosaic_gpu.sm80_cards import Card, Copying, meeting_barrier
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 from flexjax.plan.kernel_plan import KernelPlan
 
 ACCUMULATORS = 128

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from flexjax.backends.mosaic_gpu.backward_common import Inputs
 from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Scratch, Tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Inputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, not_hoisted, rows_of, slot_of

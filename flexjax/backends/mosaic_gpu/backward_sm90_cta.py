@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Products
+from flexjax.backends.mosaic_gpu.backward_common import Products
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 

@@ -10,7 +10,7 @@ Warpgroups 0 .. G - 1 compute, each on 64 keys of its own; the last warpgroup co
 tiles of queries and read transposed (pair_bias_tiles.py).
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+formulas are at the top of backward_common.py. Q and dO of the visited tiles come through rings of slots in
 shared memory, which the copying warpgroup fills by TMA. In all functions, h is a query head, q0 the first query of a
 visited tile, kv0 the first key of a warpgroup or CTA, `number` the running number of a visit (how many tiles the CTA
 visited before, over all heads), and `group` the number of a computing warpgroup. D and E are the padded head dims of
@@ -24,10 +24,10 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
@@ -37,6 +37,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -62,7 +63,7 @@ def backward_dkv(
     """
     plan, tokens = call.plan, call.tokens
     kv_tile = tiles.rows * tiles.groups
-    kv_tiles = -(-plan.kv_len // kv_tile)
+    kv_tiles = cdiv(plan.kv_len, kv_tile)
     visits = tile_visits.visits_for(plan, kv_tile, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, kv_tile))

@@ -8,7 +8,7 @@ each warpgroup has two of the four products and nothing is computed twice. The r
 the dV warpgroup may be a tile ahead. Tiles are transposed as in backward_sm90_dkv.py.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+formulas are at the top of backward_common.py. Q and dO of the visited tiles come through rings of slots in
 shared memory, which a third warpgroup, the copying one, fills by TMA. In all functions, h is a query head, q0 the
 first query of a visited tile, `number` the running number of the visit (how many tiles the CTA visited before, over
 all heads), and `masked` says whether the mask applies. D and E are the padded head dims of keys and values.
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Inputs, QueryRings
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
@@ -35,6 +35,7 @@ from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
+from flexjax.integers import cdiv
 
 KEYS_ARRIVED, VALUES_ARRIVED, PRODUCTS_DONE = 0, 1, 2
 """The barriers of `SplitScratch.own_full`."""
@@ -54,7 +55,7 @@ def backward_dkv_split(
     tiles   ring depths of the kernel
     """
     plan, tokens = call.plan, call.tokens
-    kv_tiles = -(-plan.kv_len // SPLIT_KEYS)
+    kv_tiles = cdiv(plan.kv_len, SPLIT_KEYS)
     visits = tile_visits.visits_for(plan, SPLIT_KEYS, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
     math = TileMath(plan, call.derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))

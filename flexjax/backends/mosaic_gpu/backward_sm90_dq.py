@@ -9,7 +9,7 @@ leave while the product for dQ runs (pair_bias_tiles.py). Where that gradient is
 same query tile of E batch entries, one after the other for each key tile; otherwise E is 1. `n` numbers them from 0.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. A *direct gradient* is the gradient of a captured array with an
+formulas are at the top of backward_common.py. A *direct gradient* is the gradient of a captured array with an
 element for each (query, key), which this kernel writes itself (pair_bias.py). q0 is the first query of a tile, kv0
 the first key; the *running number* of a visit is how many tiles the CTA visited before; it gives the slots. D is the
 padded head dim of queries and keys.
@@ -25,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
 from flexjax.backends.mosaic_gpu.backward_probabilities import WeightReference
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, DqOutputs, Inputs
 from flexjax.backends.mosaic_gpu.backward_sm90_cta import TileCta
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
@@ -40,6 +40,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
 from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
+from flexjax.integers import cdiv
 
 
 def backward_dq(
@@ -59,7 +60,7 @@ def backward_dq(
     """
     plan, tokens = call.plan, call.tokens
     q_tile = tiles.rows * tiles.groups
-    q_tiles = -(-plan.q_len // q_tile)
+    q_tiles = cdiv(plan.q_len, q_tile)
     visits = tile_visits.visits_for(plan, q_tile, tiles.keys, transposed=False)
     order = tile_visits.longest_first(visits, lists, q_tiles)
     loads = tuple(one.load_number for one in bias.direct_gradients)

@@ -27,7 +27,7 @@ atomic counter says which key tile a CTA owns, and a CTA waits at a query tile u
 the order says. No CTA waits for a CTA that may not have started.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
-formulas are at the top of backward_sm90_common.py. In all functions, h is a query head, `q_tile` the number of a
+formulas are at the top of backward_common.py. In all functions, h is a query head, `q_tile` the number of a
 visited query tile, `number` the running number of the visit (how many tiles the CTA visited before, over all heads),
 which gives the slots of the rings, and `masked` says whether the mask applies. D and E are the padded head dims of
 keys and values.
@@ -46,14 +46,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import atomic_counter, branch, dq_order, kernel_parts, tile_visits
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
+from flexjax.backends.mosaic_gpu.backward_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_fused_counts import signal_addition, wait_for_additions
 from flexjax.backends.mosaic_gpu.backward_fused_results import gather_dq, spread_shape, sum_shares
 from flexjax.backends.mosaic_gpu.backward_fused_setup import FusedSetup
 from flexjax.backends.mosaic_gpu.backward_fused_stores import write_operand, zero_rows
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import OwnKeys, QueryVisits, query_visits
-from flexjax.backends.mosaic_gpu.backward_sm90_common import BackwardCall, Captures, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
@@ -68,6 +68,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
 )
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import cdiv, round_up
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
 """Registers of a thread of the computing warpgroups, and of the copying and adding ones; twice each fill the register file."""
@@ -112,10 +113,10 @@ def backward_fused(
     the first addition to a tile is a store, and tiles that no CTA visits are set to zero afterwards.
     """
     plan, tokens, tiles = chosen.spread(call.plan), call.tokens, chosen.tiles
-    kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
+    kv_tiles, q_tiles = cdiv(plan.kv_len, FUSED_KEYS), cdiv(plan.q_len, tiles.queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // tiles.queries
-        q_tiles = -(-q_tiles // per_block) * per_block
+        q_tiles = round_up(q_tiles, per_block)
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))

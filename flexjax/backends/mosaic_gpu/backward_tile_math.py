@@ -1,7 +1,7 @@
 """One tile of the backward pass in registers: its scores, and from them its probabilities P.
 
 A tile is [queries, keys] (row_axis "q") or, transposed, [keys, queries] (row_axis "kv"). The formulas are at the top
-of backward_sm90_common.py. tile_programs.py evaluates the programs of the mods; without mods none of it is needed.
+of backward_common.py. tile_programs.py evaluates the programs of the mods; without mods none of it is needed.
 
     math = TileMath(plan, derivative, shape, row_axis, ...)  # static
     rows = math.at_rows(b, h, row0, captures)                # once a row of tiles: scalars and row vectors of the mods
@@ -29,8 +29,8 @@ from flexjax.analysis.bounds import finite_results
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import row_scales
+from flexjax.backends.mosaic_gpu.backward_common import WGMMA, Captures
 from flexjax.backends.mosaic_gpu.backward_probabilities import Probabilities, WeightReference, weight_reference
-from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.thread_tiles import (
@@ -41,6 +41,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import (
 )
 from flexjax.backends.mosaic_gpu.tile_origin import Place, TileOrigin
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

@@ -17,6 +17,7 @@ import typing
 from flexjax.analysis import patterns
 from flexjax.backends.mosaic_gpu.columns import columns_of, ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 LARGEST_UNSPLIT_DIM = 128
@@ -48,7 +49,7 @@ NO_DENSE_BIAS = DenseBiasTypes()
 
 def padded_dim(dim: int) -> int:
     """Head dim rounded up to what the kernels take: 16 up to 16, else a multiple of 32."""
-    return 16 if dim <= 16 else -(-dim // 32) * 32
+    return 16 if dim <= 16 else round_up(dim, 32)
 
 
 def padded_dims(plan: KernelPlan) -> tuple[int, int]:

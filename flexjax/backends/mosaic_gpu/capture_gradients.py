@@ -22,7 +22,7 @@ additions does not matter. Before, it sums in registers the tiles of a diagonal 
 
 The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the
 captured array, never with queries times keys unless the array has that size. p are the probabilities, dP and delta as at the top of
-backward_sm90_common.py. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
+backward_common.py. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jax import lax
 
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens, captures_of
+from flexjax.backends.mosaic_gpu.backward_common import Captures, Tokens, captures_of
 from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
@@ -64,6 +64,7 @@ from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.backends.mosaic_gpu.sm80_cards import Card
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -267,8 +268,8 @@ def _summed(
         return sums if kernel.shape.kind == ir.ROW else sums.sum(1)  # over queries
 
     count = lists.count.shape[0]
-    runs = -(-count // LISTS_AT_ONCE)
-    each = -(-count // runs)
+    runs = cdiv(count, LISTS_AT_ONCE)
+    each = cdiv(count, runs)
     parts = (lists.head, lists.begin, lists.count)
     if runs == 1:
         return reduced(parts)
@@ -350,7 +351,7 @@ def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) 
     """
     if plan.origin is not None and not plan.origin.single:
         return 0
-    rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
+    rows, columns = cdiv(plan.q_len, tile), cdiv(plan.kv_len, tile)
     most = rows * columns // (2 * (rows + columns - 1))
     return next((n for n in range(1, most + 1) if invariant(derivative, load.index, n * tile)), 0)
 

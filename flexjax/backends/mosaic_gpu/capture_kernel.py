@@ -10,7 +10,7 @@ and dO V^T. A tile is 64 or 128 queries by as many keys. The keys come in *parts
 mma.sync. Each computing warpgroup has a *group* of 64 queries and goes through all parts.
 
 P are the probabilities, lse2 and delta the row statistics of the queries; the formulas are at the top of
-backward_sm90_common.py. b and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is
+backward_common.py. b and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is
 a captured array, such as a pair bias, whose tiles come through shared memory (pair_bias.py); only the kernel for Hopper stages one.
 """
 
@@ -25,9 +25,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import fixed_point, kernel_parts, registers, thread_tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens
+from flexjax.backends.mosaic_gpu.backward_common import Captures, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists

@@ -29,6 +29,7 @@ import numpy as np
 
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.block_mask.host_or_program import counts_of, module_of, not_folded, sort_together
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.origin import Starts, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
@@ -103,16 +104,16 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
     """
     blocks = plan.blocks
     if blocks is None:
-        tiles = -(-plan.q_len // tile) * -(-plan.kv_len // tile)
+        tiles = cdiv(plan.q_len, tile) * cdiv(plan.kv_len, tile)
     else:
-        entries = -(-plan.q_len // blocks.block_q) * (blocks.partial + blocks.full)
+        entries = cdiv(plan.q_len, blocks.block_q) * (blocks.partial + blocks.full)
         tiles = entries * (blocks.block_q // tile) * (blocks.block_kv // tile)
     return plan.batch * plan.q_heads * tiles
 
 
 def most_codes(plan: KernelPlan, tile: int) -> int:
     """A number above all tile codes in `TileLists.tile`: twice the tiles of a head, for square tiles of `tile` queries and keys."""
-    return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
+    return 2 * cdiv(plan.q_len, tile) * cdiv(plan.kv_len, tile)
 
 
 def shape_for(
@@ -137,7 +138,7 @@ def shape_for(
     each list (`repeats`). There is a list for each row, column, diagonal (of each row modulo `period`) or tile. A
     scalar has as many as make LISTS_WANTED in all, but no more than it has visits, and at least one.
     """
-    rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
+    rows, columns = cdiv(plan.q_len, tile), cdiv(plan.kv_len, tile)
     diagonals = (sum(whole or (rows, columns)) - 1) * period
     keys = {ir.ROW: rows, ir.COLUMN: columns, ir.DIAGONAL: diagonals, ir.TILE: rows * columns}
     lengths = [plan.batch, plan.q_heads]
@@ -153,7 +154,7 @@ def shape_for(
     ]
     if kind == ir.SCALAR:
         visits = most_visits(plan, tile) // (batch * heads * math.prod(repeats))
-        count = max(1, min(-(-LISTS_WANTED // (batch * heads)), visits))
+        count = max(1, min(cdiv(LISTS_WANTED, batch * heads), visits))
     else:
         count = keys[kind]
     return ListShape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period, whole)
@@ -170,7 +171,7 @@ def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
     if origin is None or program is None or origin.aligned % tile or origin.rows > 1:
         return None
     lengths = [(program.inputs[axis].high or 0) + 1 for axis in (ir.Q, ir.KV)]
-    rows, columns = (-(-length // tile) for length in lengths)
+    rows, columns = (cdiv(length, tile) for length in lengths)
     return (rows, columns) if rows + columns <= MOST_DIAGONALS else None
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends.mosaic_gpu.pair_bias import axis_aligned_dims, embedded
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
 from flexjax.ir.origin import key_positions, query_positions
@@ -116,10 +117,10 @@ def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     element   [n] int32, which element each value belongs to, 0 to size - 1
     value     [n] float32
     """
-    parts = -(-element.shape[0] // SORTED_AT_ONCE)
+    parts = cdiv(element.shape[0], SORTED_AT_ONCE)
     if parts == 1:
         return _sum_runs(element, value, size)
-    each = -(-element.shape[0] // parts)
+    each = cdiv(element.shape[0], parts)
     extra = (0, parts * each - element.shape[0])
     element = jnp.pad(element, extra, constant_values=0).reshape(parts, each)
     value = jnp.pad(value, extra).reshape(parts, each)

@@ -66,9 +66,9 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
 from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeTile
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.sm80_cards import CARDS, Card
 from flexjax.backends.target import Target
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.types import KernelOptions
 

@@ -16,6 +16,7 @@ Nothing here imports Mosaic, because tiles are also chosen where there is no GPU
 import typing
 
 from flexjax.backends.mosaic_gpu.shared_memory import ClusterBarriers, ClusterTiles, Description, Part
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 COLUMNS = "columns"
@@ -37,7 +38,7 @@ def columns_of(dim: int, ctas: int) -> int:
     """Columns of a CTA, before they are rounded up to what the kernels take: the head dim `dim` divided by `ctas`, the
     number of CTAs that share them, rounded up.
     """
-    return -(-dim // ctas)
+    return cdiv(dim, ctas)
 
 
 class Exchange(typing.NamedTuple, typing.Generic[Part]):

@@ -1,4 +1,4 @@
-"""Scores of a key tile of bytes, whose rows are keys: what the decode kernels do between the products of decode_sm90_bytes.py.
+"""Scores of a key tile of bytes, whose rows are keys: what the decode kernels do between the products of decode_bytes.py.
 
 Programs of score_mod and mask_mod, scales of pages, and what is hidden, on S^T [block_kv, columns]: keys are rows, packed queries columns.
 The kernels are decode_sm90_byte_consumer.py on Hopper and decode_sm80_byte_consumer.py on mma.sync.
@@ -13,11 +13,11 @@ from jax import lax
 
 from flexjax.backends.mosaic_gpu import memory, registers
 from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.backends.mosaic_gpu.tile_origin import Place
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir.program import Program
 
 f32 = np.float32

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.mosaic_gpu import registers
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_scales import scales_of_tile
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_scales import scales_of_tile
+from flexjax.backends.mosaic_gpu.decode_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.tile_origin import Place

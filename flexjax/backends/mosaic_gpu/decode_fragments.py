@@ -30,7 +30,7 @@ Tiles lie in pieces of 8 rows of 128 bytes. TMA swizzles them: part n of row r i
 neighbouring g with t = 0 .. 3 each, read eight different parts, so no two of them read the same banks of shared memory. Their parts are
 2t XOR g in rows g of K, and g XOR 2t in rows 2t of V: four even numbers for one g, four odd ones for the other.
 
-The functions compute on values of one thread by an `Ops`, which emits instructions (decode_sm90_bytes.py), or in tests computes with numpy
+The functions compute on values of one thread by an `Ops`, which emits instructions (decode_bytes.py), or in tests computes with numpy
 for all threads of a warpgroup.
 """
 
@@ -150,7 +150,7 @@ APART = (0, 2, 1, 3)
 def widened(
     ops: Ops, word: Word, stored: str, dtype: str, order: tuple[int, int, int, int] = IN_ORDER
 ) -> tuple[Word, Word]:
-    """The four numbers in the bytes of `word` as two words of two numbers each of the 16-bit `dtype`; decode_sm90_widen.py says how. No
+    """The four numbers in the bytes of `word` as two words of two numbers each of the 16-bit `dtype`; decode_widen.py says how. No
     number is rounded.
 
     stored   "int8" or "float8_e4m3fn"

@@ -19,15 +19,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import decode_sm90_bytes, registers
+from flexjax.backends.mosaic_gpu import decode_bytes, registers
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.decode_byte_scores import ByteScores
+from flexjax.backends.mosaic_gpu.decode_bytes import WarpSoftmax
 from flexjax.backends.mosaic_gpu.decode_consumer import Programs
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_sm80_consumer import KeyTile, MmaDecodeConsumer
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WARPS, WarpSoftmax
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.forward_setup import present
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32, slot_of
+from flexjax.backends.mosaic_gpu.warpgroup import WARPS
 
 f32 = np.float32
 Sums = tuple[jax.Array, WarpSoftmax]
@@ -54,11 +55,11 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
         else:
             out, state = cond(item.total > 0, lambda: self._byte_steps(item, programs, start), lambda: start)
         partial, stats = present(self.scratch.other), present(self.scratch.other_stats)
-        decode_sm90_bytes.write_partials(partial, stats, out, state, tile.used_rows, i32(0), interpret)
+        decode_bytes.write_partials(partial, stats, out, state, tile.used_rows, i32(0), interpret)
         self.copies.sync()
         place = (item.b, item.kv_head, item.chunk)
         results = self.outputs.out.at[place], self.outputs.stats.at[place]
-        decode_sm90_bytes.write_merged(partial, stats, *results, setup.large_scores, interpret)
+        decode_bytes.write_merged(partial, stats, *results, setup.large_scores, interpret)
         self.copies.sync()  # all threads have read the sums before any of them writes those of the next item
 
     def _byte_steps(self, item: DecodeItem, programs: Programs, start: Sums) -> Sums:
@@ -74,9 +75,9 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
         return lax.fori_loop(i32(0), item.total, step, (tiles, *start))[1:]
 
     def _queries(self, item: DecodeItem) -> jax.Array:
-        """The packed queries of the item, read from global memory to registers, as `decode_sm90_bytes.byte_scores` takes them."""
+        """The packed queries of the item, read from global memory to registers, as `decode_bytes.byte_scores` takes them."""
         rows = self.inputs.query.at[item.b, item.kv_head, pl.ds(0, self.tile.columns)]
-        return decode_sm90_bytes.query_fragments(rows, self.setup.interpret)
+        return decode_bytes.query_fragments(rows, self.setup.interpret)
 
     def _byte_step(
         self, item: DecodeItem, programs: Programs, held: jax.Array | None, n: Scalar, carry: Carry
@@ -95,10 +96,10 @@ class MmaByteConsumer(MmaDecodeConsumer, ByteScores):
         key_scale, value_scale = self.row_scales(item, here.start)
         queries = self._queries(item) if held is None else held
         self.next_values(item, n, tiles)
-        s = decode_sm90_bytes.byte_scores(scratch.key.at[slot], queries, tile.columns, stored, dtype, interpret)
+        s = decode_bytes.byte_scores(scratch.key.at[slot], queries, tile.columns, stored, dtype, interpret)
         self.next_keys(item, n, tiles)
         s = self.final_scores(self.scaled(s, key_scale), programs, item, here.number, here.start)
-        weights, factor, state = decode_sm90_bytes.byte_softmax(s, state, setup.large_scores, interpret)
+        weights, factor, state = decode_bytes.byte_softmax(s, state, setup.large_scores, interpret)
         weights = self.scaled(weights, value_scale)
-        out = decode_sm90_bytes.add_byte_values(scratch.value.at[slot], weights, factor, out, stored, dtype, interpret)
+        out = decode_bytes.add_byte_values(scratch.value.at[slot], weights, factor, out, stored, dtype, interpret)
         return (*tiles[1:], following), out, state

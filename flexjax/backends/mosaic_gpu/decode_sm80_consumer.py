@@ -14,7 +14,7 @@ A tile of a cache in pages is copied in parts of `page_rows` keys, each from one
 begins. Parts whose page number is not in the cache become zeros. Of the rows past the end of a batch entry (`DecodeItem.end`), cp.async
 makes zeros; TMA brings what lies there, and the threads clear those of values in tiles of 16 bits.
 
-Tiles of a quantised cache arrive as bytes, which the threads widen to a tile of 16 bits before they multiply (decode_sm90_widen.py). Scores
+Tiles of a quantised cache arrive as bytes, which the threads widen to a tile of 16 bits before they multiply (decode_widen.py). Scores
 are multiplied by the scales of keys before score_mod, and weights by those of values after they were added to the row sums. With few packed
 rows decode_sm80_byte_consumer.py computes instead.
 """
@@ -29,14 +29,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_rows, registers
+from flexjax.backends.mosaic_gpu import decode_rows, registers
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_scales import scaled_columns
 from flexjax.backends.mosaic_gpu.decode_sm80_tiles import MmaDecodeScratch, MmaDecodeTile
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns
-from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
+from flexjax.backends.mosaic_gpu.decode_widen import widen
 from flexjax.backends.mosaic_gpu.forward_setup import present
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
 from flexjax.backends.mosaic_gpu.online_softmax import State
@@ -105,11 +105,9 @@ class MmaDecodeConsumer(ItemConsumer):
         if programs.score is not None and setup.reference is None and not setup.large_scores:
             row_term = programs.score.row_term()
         place = (item.b, item.kv_head, item.chunk)
-        decode_sm90_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows, setup.interpret)
+        decode_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows, setup.interpret)
         for n, vector in enumerate(setup.softmax.finish(state, row_term)):
-            decode_sm90_rows.store_row_vector(
-                self.outputs.stats.at[(*place, n)], vector, tile.used_rows, setup.interpret
-            )
+            decode_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows, setup.interpret)
 
     # ----------------------------------------------------------------- the steps
 

@@ -17,12 +17,11 @@ from flexjax.backends.mosaic_gpu import decode_tiles
 from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, ROWS, TILE_BYTES, DecodeTile
 from flexjax.backends.mosaic_gpu.forward_sm80_tiles import mma_dim
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, scratch_bytes
-from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, ring_barriers
+from flexjax.backends.mosaic_gpu.sm80_cards import Card, Copying, ring_barriers
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP, WARPS
 from flexjax.plan.kernel_plan import KernelPlan
 
 MOST_STAGES = 4
-WARPS = 4
-"""Of a warpgroup."""
 
 
 @dataclasses.dataclass(frozen=True)

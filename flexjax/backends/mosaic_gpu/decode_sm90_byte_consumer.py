@@ -18,14 +18,15 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_bytes, kernel_parts, registers
+from flexjax.backends.mosaic_gpu import decode_bytes, kernel_parts, registers
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_byte_scores import ByteScores
+from flexjax.backends.mosaic_gpu.decode_bytes import WarpSoftmax
 from flexjax.backends.mosaic_gpu.decode_consumer import Programs
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import WARPS, WarpSoftmax
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import FIRST, SECOND, DecodeConsumer
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
+from flexjax.backends.mosaic_gpu.warpgroup import WARPS
 
 f32 = np.float32
 
@@ -47,7 +48,7 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         )
         slot = kernel_parts.slot_of(turn, tile.query_slots)
         plgpu.barrier_wait(scratch.query_full.at[slot])
-        read = lambda: decode_sm90_bytes.query_fragments(scratch.query.at[slot], interpret)
+        read = lambda: decode_bytes.query_fragments(scratch.query.at[slot], interpret)
         held = read() if tile.holds_queries else None
         full = lambda value, rows: registers.splat(f32(value), "tile", (rows, tile.columns), interpret)
         start = full(0.0, WARPS * tile.value_dim), WarpSoftmax(full(-math.inf, 64), full(0.0, 64))
@@ -64,7 +65,7 @@ class ByteConsumer(DecodeConsumer, ByteScores):
 
         def put() -> None:
             """Writes the sums of this warpgroup's warps to `scratch.other` and `scratch.other_stats` (`write_partials`)."""
-            decode_sm90_bytes.write_partials(
+            decode_bytes.write_partials(
                 scratch.other, scratch.other_stats, out, state, tile.used_rows, group, interpret
             )
 
@@ -82,7 +83,7 @@ class ByteConsumer(DecodeConsumer, ByteScores):
             plgpu.commit_smem()
             plgpu.barrier_wait(scratch.other_full)
             place = (item.b, item.kv_head, item.chunk)
-            decode_sm90_bytes.write_merged(
+            decode_bytes.write_merged(
                 scratch.other,
                 scratch.other_stats,
                 self.outputs.out.at[place],
@@ -107,7 +108,7 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         the values of the step and releases their slots.
 
         programs     of `at_item`
-        queries      of `decode_sm90_bytes.query_fragments`
+        queries      of `decode_bytes.query_fragments`
         n            number of the step in the item, over both warpgroups
         first_step   number of the item's first step, counted over the items of this CTA
         out          [WARPS * value dim, columns] float32, the sums so far
@@ -120,12 +121,12 @@ class ByteConsumer(DecodeConsumer, ByteScores):
         start = setup.items.start(number)
         key_scale, value_scale = self.row_scales(item, start)
         plgpu.barrier_wait(scratch.key_full.at[slot])
-        s = decode_sm90_bytes.byte_scores(scratch.key.at[slot], queries, tile.columns, stored, dtype, interpret)
+        s = decode_bytes.byte_scores(scratch.key.at[slot], queries, tile.columns, stored, dtype, interpret)
         self._release(scratch.key_free.at[slot])
         s = self.final_scores(self.scaled(s, key_scale), programs, item, number, start)
-        weights, factor, state = decode_sm90_bytes.byte_softmax(s, state, setup.large_scores, interpret)
+        weights, factor, state = decode_bytes.byte_softmax(s, state, setup.large_scores, interpret)
         weights = self.scaled(weights, value_scale)
         plgpu.barrier_wait(scratch.value_full.at[slot])
-        out = decode_sm90_bytes.add_byte_values(scratch.value.at[slot], weights, factor, out, stored, dtype, interpret)
+        out = decode_bytes.add_byte_values(scratch.value.at[slot], weights, factor, out, stored, dtype, interpret)
         self._release(scratch.value_free.at[slot])
         return out, state

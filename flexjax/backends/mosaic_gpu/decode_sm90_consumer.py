@@ -5,7 +5,7 @@
     P, rescale         online_softmax.py
     out += P V         WGMMA, P from registers
 
-Tiles of a quantised cache are first widened to 16 bits (decode_sm90_widen.py); scores are multiplied by the scales of keys before
+Tiles of a quantised cache are first widened to 16 bits (decode_widen.py); scores are multiplied by the scales of keys before
 score_mod, and weights by the scales of values after they were added to the row sums. With few packed rows
 decode_sm90_byte_consumer.py computes instead.
 
@@ -26,13 +26,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, registers
+from flexjax.backends.mosaic_gpu import decode_rows, kernel_parts, registers
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_consumer import ItemConsumer, Programs
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns
-from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_scales import scaled_columns
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
+from flexjax.backends.mosaic_gpu.decode_widen import widen
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, load
 from flexjax.backends.mosaic_gpu.online_softmax import State
 from flexjax.backends.mosaic_gpu.tile_scores import scores_of
@@ -260,7 +260,7 @@ class DecodeConsumer(ItemConsumer):
         """
         scratch, tile, interpret = self.scratch, self.setup.tile, self.setup.interpret
         plgpu.barrier_wait(scratch.other_free)
-        decode_sm90_rows.store_rows(scratch.other, own.out, tile.used_rows, interpret)
+        decode_rows.store_rows(scratch.other, own.out, tile.used_rows, interpret)
         scratch.other_stats[0] = own.top
         scratch.other_stats[1] = own.total
         plgpu.barrier_arrive(scratch.other_full)
@@ -272,7 +272,7 @@ class DecodeConsumer(ItemConsumer):
         scratch, tile, interpret, softmax = self.scratch, self.setup.tile, self.setup.interpret, self.setup.softmax
         plgpu.barrier_wait(scratch.other_full)
         other = Partial(
-            decode_sm90_rows.load_rows(scratch.other, tile.value_dim, tile.used_rows, interpret),
+            decode_rows.load_rows(scratch.other, tile.value_dim, tile.used_rows, interpret),
             self._read(scratch.other_stats.at[0]),
             self._read(scratch.other_stats.at[1]),
         )
@@ -287,9 +287,9 @@ class DecodeConsumer(ItemConsumer):
         spread = [registers.broadcast_vector(factor, "row", shape) for factor in factors]
         place = (item.b, item.kv_head, item.chunk)
         out = own.out * spread[0] + other.out * spread[1]
-        decode_sm90_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows, interpret)
+        decode_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows, interpret)
         for n, vector in enumerate((top, total)):
-            decode_sm90_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows, interpret)
+            decode_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows, interpret)
 
     def _read(self, vector: Ref) -> jax.Array:
         """The row vector, [ROWS] float32, that `vector` refers to in shared memory, in registers."""

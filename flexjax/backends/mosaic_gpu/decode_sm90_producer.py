@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import kernel_parts
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_setup import DecodeInputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import DecodeScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
 

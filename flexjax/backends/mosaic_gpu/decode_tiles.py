@@ -23,9 +23,9 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     Part,
     PlainArray,
     SwizzledTiles,
-    round_up,
     scratch_bytes,
 )
+from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import KernelPlan
 
 ROWS = 64
@@ -69,7 +69,7 @@ class DecodeTile:
     head_dim, value_dim   head dims, rounded up to what WGMMA takes
     page_rows             keys that one copy brings: block_kv, or for a cache in pages the greatest common divisor of a page and a tile
     stored                "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
-                          (decode_sm90_widen.py) before it multiplies unless the tile is `transposed`; None for a cache of the plan's
+                          (decode_widen.py) before it multiplies unless the tile is `transposed`; None for a cache of the plan's
                           dtype
     lazy_rescale          the output is rescaled only when a row maximum has grown by a factor of 2^8
     straight              whether a quantised cache may be `transposed`: not for products that may be large
@@ -325,4 +325,4 @@ def refuses_call(plan: KernelPlan) -> str | None:
 
 def chunks(plan: KernelPlan, tile: DecodeTile) -> int:
     """How many chunks the keys of one batch entry of full length have, `tile.chunk` keys each; the last may be shorter."""
-    return math.ceil(plan.kv_len / tile.chunk)
+    return cdiv(plan.kv_len, tile.chunk)

@@ -38,6 +38,7 @@ import numpy as np
 from flexjax.analysis import patterns
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.block_mask.host_or_program import module_of
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 HANDOFF = 1.05
@@ -115,7 +116,7 @@ def heads_side_by_side(plan: KernelPlan) -> int:
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
     most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
-    return -(-key_heads // -(-key_heads // most))
+    return cdiv(key_heads, cdiv(key_heads, most))
 
 
 def _upward_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int) -> DqOrder:
@@ -167,7 +168,7 @@ def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, s
     if density < 1.0 and ctas <= REFERENCE_SMS:
         begin = 0.0  # a CTA that begins late has less work by as much
     # all ranks of a sum add to a query tile one after the other
-    chain = -(-key_heads // heads) * -(-kv_tiles // sums) * HANDOFF if heads * kv_tiles > REFERENCE_SMS else 0.0
+    chain = cdiv(key_heads, heads) * cdiv(kv_tiles, sums) * HANDOFF if heads * kv_tiles > REFERENCE_SMS else 0.0
     written = 4.0 * plan.batch * plan.q_heads * plan.q_len * (plan.head_dim + plan.extra_dim) * (sums - 1)
     added = max(begin, chain - time) + written / BYTES_PER_STEP
     return DqOrder(heads, sums, downward=True, delay=added / time)
@@ -220,7 +221,7 @@ def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
     *lead, kv_tiles, q_tiles = visited.shape
     xp = module_of(visited)
     by_rank = visited if order.downward else xp.flip(visited, -2)
-    rounds = -(-kv_tiles // order.sums)
+    rounds = cdiv(kv_tiles, order.sums)
     widths = [(0, 0)] * len(lead) + [(0, rounds * order.sums - kv_tiles), (0, 0)]
     in_sums = xp.pad(by_rank, widths).reshape(*lead, rounds, order.sums, q_tiles)
     before = (xp.cumsum(in_sums, -3, dtype=np.int32) - in_sums).reshape(*lead, -1, q_tiles)[..., :kv_tiles, :]

@@ -39,6 +39,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu, pad
 from flexjax.backends.mosaic_gpu.registers import TILE, element, lowered, positions_of
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 from flexjax.plan.kernel_plan import FLOAT8
 
 LIFT = 7.0
@@ -53,8 +54,6 @@ TILE_KEYS = 128
 """Keys of the longest row of V in shared memory that is swizzled as a whole; the keys of a key-major V are a multiple."""
 FOUR_ONES = 0x38383838
 """Four times 1 in float8."""
-THREADS = 128
-"""Of a warpgroup."""
 BYTES = plgpu.Layout.WGMMA_8BIT
 """The registers of a left operand of 8 bits."""
 
@@ -89,8 +88,8 @@ def write_ones(target: Ref, interpret: bool) -> None:
     def fill(memory: ir.Value) -> None:
         """Stores one thread's words, neighbouring threads' beside each other."""
         i32 = ir.IntegerType.get_signless(32)
-        base, thread = mgpu_utils.memref_ptr(memory), arith.remui(mgpu_utils.thread_idx(), mgpu.c(THREADS, i32))
-        for first in range(0, rows * keys // 4, THREADS):
+        base, thread = mgpu_utils.memref_ptr(memory), arith.remui(mgpu_utils.thread_idx(), mgpu.c(WARPGROUP, i32))
+        for first in range(0, rows * keys // 4, WARPGROUP):
             word = arith.addi(thread, mgpu.c(first, i32))
             llvm.store(mgpu.c(FOUR_ONES, i32), mgpu_utils.getelementptr(base, [word], i32))
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_scheduler
 from flexjax.backends.mosaic_gpu.forward_setup import AnyTile, ForwardSetup, Inputs, Outputs
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 

@@ -18,9 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, i32, inline_mgpu, ptx, scalar_of
-
-WARPGROUP = 128
-"""Threads of a warpgroup."""
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 
 
 def _named_barrier(operation: str, number: Scalar | int, threads: int) -> None:

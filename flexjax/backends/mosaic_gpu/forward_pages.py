@@ -29,9 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, pad, rows_of
-from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
+from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 

@@ -22,9 +22,9 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     SwizzledTiles,
     TensorTiles,
     fits,
-    round_up,
     tmem_columns,
 )
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan
 
 COPIED_ROWS = 16

@@ -13,8 +13,10 @@ import dataclasses
 import math
 import typing
 
-from flexjax.backends.mosaic_gpu.shared_memory import Part, SwizzledTiles, round_up, scratch_bytes
-from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Card, Copying, meeting_barrier, ring_barriers
+from flexjax.backends.mosaic_gpu.shared_memory import Part, SwizzledTiles, scratch_bytes
+from flexjax.backends.mosaic_gpu.sm80_cards import Card, Copying, meeting_barrier, ring_barriers
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan
 
 

@@ -17,9 +17,10 @@ from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, e
 from flexjax.backends.mosaic_gpu.float8_tiles import FLOAT8_COLUMNS, FLOAT8_RINGS, SUM_COLUMNS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.reference_gpu import REFERENCE_SMS
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.backends.mosaic_gpu.three_groups import three_groups_are_faster, under_mask
+from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
 
 NAMED_BARRIERS = 16

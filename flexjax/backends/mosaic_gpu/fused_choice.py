@@ -10,6 +10,7 @@ from flexjax.backends.mosaic_gpu import dq_order
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -51,7 +52,7 @@ def shares_of(plan: KernelPlan) -> int:
     ]
     if not dq_order.is_full(plan) and not dq_order.is_triangle(plan):
         return fit[-1]
-    ctas = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS)
+    ctas = plan.batch * plan.kv_heads * cdiv(plan.kv_len, FUSED_KEYS)
     return next((n for n in fit if ctas * n >= ENOUGH_CTAS * dq_order.REFERENCE_SMS), fit[-1])
 
 
@@ -89,7 +90,7 @@ def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
 def _dq_order(plan: KernelPlan, tiles: FusedTiles) -> dq_order.DqOrder:
     """The fixed order of additions to dQ by the fused kernel with these tiles."""
-    return dq_order.order_for(plan, -(-plan.q_len // tiles.queries), -(-plan.kv_len // FUSED_KEYS))
+    return dq_order.order_for(plan, cdiv(plan.q_len, tiles.queries), cdiv(plan.kv_len, FUSED_KEYS))
 
 
 def ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
@@ -106,7 +107,7 @@ def ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
     if plan.dropout is not None and plan.group > 1 and dq_order.is_triangle(plan):
         return False
     order = _dq_order(plan, tiles)
-    fills_gpu = plan.batch * plan.kv_heads * -(-plan.kv_len // FUSED_KEYS) > dq_order.REFERENCE_SMS
+    fills_gpu = plan.batch * plan.kv_heads * cdiv(plan.kv_len, FUSED_KEYS) > dq_order.REFERENCE_SMS
     two_are_slow = not fills_gpu or bool(_load_kinds(plan) - {ir.SCALAR})
     if plan.group == 1:
         return order.delay <= MOST_DELAY_UNGROUPED
@@ -119,7 +120,7 @@ def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
 
     queries   of a query tile; a key tile has FUSED_KEYS keys
     """
-    q_tiles, kv_tiles = -(-plan.q_len // queries), -(-plan.kv_len // FUSED_KEYS)
+    q_tiles, kv_tiles = cdiv(plan.q_len, queries), cdiv(plan.kv_len, FUSED_KEYS)
     masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 0
     return masks * q_tiles * kv_tiles <= MOST_TICKETS
 

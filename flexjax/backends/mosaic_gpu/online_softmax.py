@@ -33,8 +33,8 @@ import numpy as np
 
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import exponential, registers, row_scales, thread_tiles
-from flexjax.backends.mosaic_gpu.static_reference import LN2, LOG2E
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
+from flexjax.backends.tile_math import LN2, LOG2E
 from flexjax.ir.program import Program
 
 RESCALE_THRESHOLD = 8.0

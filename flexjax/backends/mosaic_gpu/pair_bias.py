@@ -28,15 +28,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.backward_common import Captures
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
 from flexjax.backends.mosaic_gpu.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
-from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.integers import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.backward_common import Captures
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, StagedRing
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
@@ -25,6 +25,7 @@ from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, DirectGradient
 from flexjax.backends.mosaic_gpu.tile_origin import Place
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -171,8 +172,8 @@ def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists
     blocks = plan.blocks
     if blocks is None:
         return VisitLists()
-    width = -(-plan.kv_len // blocks.block_kv)
-    visited = jnp.zeros((blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), width), jnp.bool_)
+    width = cdiv(plan.kv_len, blocks.block_kv)
+    visited = jnp.zeros((blocks.batch, blocks.heads, cdiv(plan.q_len, blocks.block_q), width), jnp.bool_)
     for num, index in ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index)):
         if num is None or index is None:
             continue

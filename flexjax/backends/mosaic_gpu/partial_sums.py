@@ -31,9 +31,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from flexjax.backends.mosaic_gpu.columns import COLUMNS, Exchange
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, i32, inline_mgpu, ptx, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, assemble, element, lowered, positions_of
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP, WARPS
 
-WARPGROUP, WARPS = 128, 4
-"""Threads and warps of a warpgroup."""
 VECTOR = 4
 """Numbers that one `st.async` sends."""
 MEMORY = plgpu.RefType()

@@ -1,5 +1,6 @@
 """The GPU that the choice of kernels and tiles assumes, whatever GPU runs them, and how well a call fills it."""
 
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 REFERENCE_SMS = 132
@@ -13,7 +14,7 @@ def utilization(plan: KernelPlan, rows: int) -> float:
 
     The rest goes to rows past the last query and to SMs that idle in the last wave of CTAs.
     """
-    tiles = -(-plan.q_len // rows)
+    tiles = cdiv(plan.q_len, rows)
     items = plan.batch * plan.q_heads * tiles
-    waves = -(-items // REFERENCE_SMS)
+    waves = cdiv(items, REFERENCE_SMS)
     return items / max(1, waves * REFERENCE_SMS) * plan.q_len / max(1, rows * tiles)

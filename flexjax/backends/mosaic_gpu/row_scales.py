@@ -35,8 +35,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from flexjax.backends.mosaic_gpu.kernel_parts import inline_mgpu
 from flexjax.backends.mosaic_gpu.registers import ROW, TILE, Item, assemble, element, lowered, positions_of
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
-from flexjax.backends.tile_math import MAX_WHOLE, rounded_up
+from flexjax.backends.tile_math import LOG2E, MAX_WHOLE, rounded_up
 
 MODERATE = 2.0**27
 """Largest magnitude of a reference whose row is scaled by log2(e)."""

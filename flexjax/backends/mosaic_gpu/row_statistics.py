@@ -15,14 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import backward_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.clipped_copies import clip_rows
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name
 from flexjax.backends.mosaic_gpu.sm80_cards import Copying
 from flexjax.backends.mosaic_gpu.sm80_copies import Copies
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64
@@ -35,7 +35,7 @@ def row_statistics(
     plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None, copying: Copying = "tma"
 ) -> jax.Array:
     """lse2 and delta of every query, stacked in this order: [B, N, 2, T'] float32, heads first whatever the layout of the plan, where T'
-    is `backward_sm90_common.whole_len` of the queries.
+    is `backward_common.whole_len` of the queries.
 
     plan           of the call
     results        of the forward pass: out, lse and rounding are read
@@ -96,11 +96,11 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def row_dots(
     plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None, copying: Copying = "tma"
 ) -> jax.Array:
-    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is `backward_sm90_common.whole_len` of the queries; 0 past the
+    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is `backward_common.whole_len` of the queries; 0 past the
     end.
 
     plan                   of the call, for its layout, sizes and options
-    out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is out +
+    out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_common.pad`; with `rounding`, O is out +
                            rounding
     copying                how tiles come to shared memory: "tma" or "cp.async"
     """

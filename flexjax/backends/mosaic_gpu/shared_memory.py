@@ -177,11 +177,6 @@ def swizzle_bytes(columns: int, item: int, most: int = 128) -> int:
     return next(n for n in (128, 64, 32) if n <= most and columns * item % n == 0)
 
 
-def round_up(length: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `length`."""
-    return -(-length // unit) * unit
-
-
 def dtype_name(dtype: jax.typing.DTypeLike) -> str:
     """The name by which descriptions and plans call a dtype, such as "bfloat16".
 

@@ -24,11 +24,10 @@ from flexjax.backends.mosaic_gpu.forward_sm100_tiles import COPIED_ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu, ptx
 from flexjax.backends.mosaic_gpu.registers import TILE, lowered
 from flexjax.backends.mosaic_gpu.shared_memory import TMEM_LANES
+from flexjax.backends.mosaic_gpu.warpgroup import WARPS
 
 LANES = plgpu.Layout.TCGEN05
 """The layout in which tcgen05.ld and tcgen05.st take a tile: rows are lanes of tensor memory."""
-WARPS = 4
-"""Warps of a warpgroup."""
 
 
 def copied_rows() -> Iterator[tuple[int, int]]:

@@ -8,12 +8,11 @@ import dataclasses
 import typing
 
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers
+from flexjax.integers import round_up
 
 Copying = typing.Literal["cp.async", "tma"]
 """How tiles come to shared memory: by 16-byte copies of the threads (`cp.async`), or by TMA."""
 
-WARPGROUP = 128
-"""Threads of a warpgroup."""
 REGISTERS = 65536
 """Registers of 32 bits of an SM, on every card."""
 MOST_REGISTERS = 255
@@ -46,7 +45,7 @@ class Card:
         """
         if shared_bytes > self.cta_memory:
             return 0
-        by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+        by_registers = REGISTERS // (round_up(registers, 8) * threads)
         return min(by_registers, self.sm_memory // (shared_bytes + CTA_OVERHEAD))
 
 

@@ -30,7 +30,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, ptx, scalar_of
 from flexjax.backends.mosaic_gpu.shared_memory import swizzle_bytes
-from flexjax.backends.mosaic_gpu.sm80_cards import WARPGROUP, Copying
+from flexjax.backends.mosaic_gpu.sm80_cards import Copying
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 
 CHUNK = 16
 """Bytes that one cp.async copies."""

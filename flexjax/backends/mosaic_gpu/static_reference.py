@@ -7,13 +7,11 @@ overflow or vanish, and a kernel neither tracks maxima nor rescales its output.
 Decided from the plan alone. Nothing here imports Mosaic.
 """
 
-import math
-
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan
 
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 MAX_DISTANCE = 80.0
 """Largest distance of a score from the reference, in powers of two, that needs no running maximum. A sum over 2^20 keys then stays
 below 2^100, and its products with values between 2^-46 and 2^27 inside float32."""

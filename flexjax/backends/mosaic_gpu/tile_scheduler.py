@@ -34,6 +34,7 @@ from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.forward_tiles import MAILBOX_WORDS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.block_mask.host_or_program import flat_constant, largest_first
+from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 L2_SHARE = 24e6
@@ -158,7 +159,7 @@ class TileScheduler:
     def q_tiles(self) -> int:
         """Query tiles of a head; they fill whole rows of the block mask, so some may lie wholly past the last query."""
         whole = self.tile.block_q if self.plan.blocks is None else self.plan.blocks.block_q
-        return -(-self.plan.q_len // whole) * (whole // self.tile.block_q)
+        return cdiv(self.plan.q_len, whole) * (whole // self.tile.block_q)
 
     @property
     def items(self) -> int:
@@ -205,7 +206,7 @@ class TileScheduler:
         """
         if self.plan.blocks is None or lists is None:
             return None
-        shape = (self.plan.blocks.batch, self.plan.blocks.heads, -(-self.plan.q_len // self.plan.blocks.block_q))
+        shape = (self.plan.blocks.batch, self.plan.blocks.heads, cdiv(self.plan.q_len, self.plan.blocks.block_q))
         visits = np.zeros(shape, np.int32)  # a mask known to be empty has neither list
         for number in (lists.partial_num, lists.full_num):
             visits = visits if number is None else number + visits
@@ -251,12 +252,12 @@ class TileScheduler:
             q_tile = lax.rem(number, i32(self.q_tiles))
             head = lax.div(number, i32(self.q_tiles))
             b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
-            total = i32(-(-plan.kv_len // self.tile.block_kv))
+            total = i32(cdiv(plan.kv_len, self.tile.block_kv))
             unmasked = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
             return WorkItem(b, h, q_tile, i32(0), unmasked, unmasked, total)
         assert mask.lists is not None
         inner = blocks.block_q // self.tile.block_q
-        rows = -(-plan.q_len // blocks.block_q)
+        rows = cdiv(plan.q_len, blocks.block_q)
         b, h, q_tile, at = self._position_in_mask(mask, number)
         per_block = i32(blocks.block_kv // self.tile.block_kv)
         full = i32(0) if mask.lists.full_num is None else mask.lists.full_num[at]
@@ -265,11 +266,11 @@ class TileScheduler:
             inside = q_tile * self.tile.block_q < plan.q_len
             full, partial = jnp.where(inside, full, 0), jnp.where(inside, partial, 0)
         unmasked = full * per_block
-        past_end = -(-plan.kv_len // blocks.block_kv) * blocks.block_kv - plan.kv_len
+        past_end = round_up(plan.kv_len, blocks.block_kv) - plan.kv_len
         if past_end and mask.lists.full_index is not None:
             last = mask.lists.full_index[at * blocks.full + lax.max(full - 1, i32(0))]
             overhangs = (full > 0) & (last == plan.kv_len // blocks.block_kv)
-            unmasked = unmasked - jnp.where(overhangs, i32(-(-past_end // self.tile.block_kv)), i32(0))
+            unmasked = unmasked - jnp.where(overhangs, i32(cdiv(past_end, self.tile.block_kv)), i32(0))
         return WorkItem(b, h, q_tile, at, unmasked, full * per_block, (full + partial) * per_block)
 
     def _position_in_mask(self, mask: MaskRows, number: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
@@ -285,7 +286,7 @@ class TileScheduler:
         assert blocks is not None
         assert mask.order is not None
         inner = blocks.block_q // self.tile.block_q
-        rows = -(-plan.q_len // blocks.block_q)
+        rows = cdiv(plan.q_len, blocks.block_q)
         if self.tile.persistent:
             batches, heads = (plan.batch if blocks.batch == 1 else 1), (plan.q_heads if blocks.heads == 1 else 1)
             repeats = batches * heads * inner

@@ -21,6 +21,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.block_mask import transpose
 from flexjax.block_mask.host_or_program import largest_first, module_of
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 State = typing.TypeVar("State")
@@ -124,7 +125,7 @@ def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: b
     transposed               True: the kernel owns keys and visits queries; False: the other way round
     """
     length = plan.q_len if transposed else plan.kv_len
-    tiles = -(-length // visited_tile)
+    tiles = cdiv(length, visited_tile)
     blocks = plan.blocks
     if blocks is None:
         return TileVisits(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
@@ -152,7 +153,7 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
         return VisitLists()
     if not transposed:
         return VisitLists(*lists)
-    columns = -(-plan.kv_len // plan.blocks.block_kv)
+    columns = cdiv(plan.kv_len, plan.blocks.block_kv)
     arrays: list[jax.Array | None] = []
     for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
         if num is None or index is None:

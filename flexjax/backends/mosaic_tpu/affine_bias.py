@@ -26,7 +26,7 @@ import numpy as np
 
 from flexjax.backends.mosaic_tpu.split_program import UNIFORM, axis_class
 from flexjax.backends.mosaic_tpu.tile_programs import StripView
-from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.ir.program import Atom, Linear, Lit, Op, Program, Val
 

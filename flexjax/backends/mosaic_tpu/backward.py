@@ -23,7 +23,7 @@ from flexjax.backends.mosaic_tpu.backward_dq import dq_kernel
 from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCall
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
-from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE, where_exists

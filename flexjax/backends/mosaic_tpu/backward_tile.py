@@ -31,7 +31,8 @@ from flexjax.backends.mosaic_tpu import layouts, vmem
 from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
 from flexjax.backends.mosaic_tpu.launch import KernelStep
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
-from flexjax.backends.mosaic_tpu.vector_ops import LOG2E, round_to
+from flexjax.backends.mosaic_tpu.vector_ops import round_to
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 

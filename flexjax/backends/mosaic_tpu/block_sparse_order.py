@@ -32,6 +32,7 @@ from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.visit_order import EDGE, FULL, IDLE, PARTIAL, DenseOrder, TileVisit, VisitOrder
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 from flexjax.plan.lengths import NONE
 
@@ -157,7 +158,7 @@ class BlockSparseOrder(VisitOrder):
                 full otherwise
         """
         blocks, g = self.blocks, self.geometry
-        q_blocks, kv_blocks = -(-g.q_len // blocks.block_q), -(-g.kv_len // blocks.block_kv)
+        q_blocks, kv_blocks = cdiv(g.q_len, blocks.block_q), cdiv(g.kv_len, blocks.block_kv)
         if lists is None:  # with lengths alone, every tile is a block
             marks = jnp.full((blocks.batch, blocks.heads, q_blocks, kv_blocks), 1 if blocks.partial else 2, jnp.int8)
             return marks[:, :, :, None, :, None]

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
+from flexjax.integers import cdiv
 
 SKEW = 8
 """Rows of a skewed window: the sublanes of one vector register."""
@@ -49,7 +50,7 @@ def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
     """
     rolled: dict[int, jax.Array] = {}
     groups = []
-    for g in range(-(-rows // SKEW)):
+    for g in range(cdiv(rows, SKEW)):
         at = first - SKEW * g
         phase = at % LANES
         if phase not in rolled:
@@ -72,7 +73,7 @@ def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
     if rows % SKEW:
         tile = jnp.concatenate([tile, jnp.zeros((SKEW - rows % SKEW, cols), tile.dtype)], axis=0)
     sums: dict[int, jax.Array] = {}
-    for g in range(-(-rows // SKEW)):
+    for g in range(cdiv(rows, SKEW)):
         at = first - SKEW * g
         phase = at % LANES
         base = at - phase

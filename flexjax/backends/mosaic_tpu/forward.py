@@ -17,7 +17,6 @@ Refs are the references through which the kernel body reads and writes its block
 """
 
 import dataclasses
-import math
 import typing
 
 import jax
@@ -39,7 +38,6 @@ from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import (
     F32,
     LANES,
-    LOG2E,
     NN,
     NT,
     dot,
@@ -50,6 +48,7 @@ from flexjax.backends.mosaic_tpu.vector_ops import (
     zero_rows_past_end,
 )
 from flexjax.backends.mosaic_tpu.visit_order import when_on
+from flexjax.backends.tile_math import LN2, LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 T = typing.TypeVar("T")
@@ -152,7 +151,7 @@ class ForwardKernel:
     def to_natural(self) -> np.float32:
         """The factor by which what `strip_scores` returns is multiplied to get scores to base e: those after score_mod."""
         if self.in_base_2:
-            return np.float32(math.log(2.0))
+            return np.float32(LN2)
         return np.float32(self.plan.scale if self.identity else 1.0)
 
     def __call__(self, refs: Refs) -> None:

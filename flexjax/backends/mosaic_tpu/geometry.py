@@ -14,6 +14,7 @@ import numpy as np
 
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.backends.mosaic_tpu.vmem import Tiles
+from flexjax.integers import cdiv, round_up
 from flexjax.ir.origin import OriginLayout
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -49,12 +50,12 @@ class TileGeometry:
     @property
     def q_tiles(self) -> int:
         """How many tiles cover the queries."""
-        return -(-self.q_len // self.block_q)
+        return cdiv(self.q_len, self.block_q)
 
     @property
     def kv_tiles(self) -> int:
         """How many tiles cover the keys."""
-        return -(-self.kv_len // self.block_kv)
+        return cdiv(self.kv_len, self.block_kv)
 
     @property
     def tile_rows(self) -> int:
@@ -79,12 +80,12 @@ class TileGeometry:
     @property
     def window(self) -> int:
         """Length of a window: rows plus columns of a tile, one more than it has diagonals, rounded up to a multiple of 128 lanes."""
-        return -(-(self.tile_rows + self.tile_columns) // LANES) * LANES
+        return round_up(self.tile_rows + self.tile_columns, LANES)
 
     @property
     def diagonals(self) -> int:
         """Length of the diagonal array, a multiple of 128, padded so that the window of every tile lies inside."""
-        return -(-(self.padded_rows + self.padded_columns) // LANES) * LANES + LANES
+        return round_up(self.padded_rows + self.padded_columns, LANES) + LANES
 
     def window_start(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array:
         """The element of the diagonal array at which the window of a tile starts, a multiple of 128; int32.

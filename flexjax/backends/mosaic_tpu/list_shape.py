@@ -8,6 +8,7 @@ A TileGeometry has the sizes of the attention matrix and of its tiles.
 import dataclasses
 
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 TABLE_BYTES = 640 << 10
@@ -40,7 +41,7 @@ class ListShape:
     @property
     def launches(self) -> int:
         """How many launches of the kernel visit all tile rows."""
-        return -(-self.rows // self.rows_per_launch)
+        return cdiv(self.rows, self.rows_per_launch)
 
 
 def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None:
@@ -77,7 +78,7 @@ def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
     blocks, g = block_layout(plan, geometry), geometry
     assert blocks is not None
     r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)
-    words = 0 if r * c == 1 else -(-r // max(1, 32 // c))
+    words = 0 if r * c == 1 else cdiv(r, max(1, 32 // c))
     members = group if key_major and blocks.heads > 1 else 1
     if key_major:
         rows_per_head, columns = g.kv_tiles, g.q_tiles * members

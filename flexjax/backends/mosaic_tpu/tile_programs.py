@@ -24,6 +24,7 @@ from jax import lax
 from flexjax.backends.mosaic_tpu import tile_ops
 from flexjax.backends.mosaic_tpu.split_program import HoistedValue, SplitProgram
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
+from flexjax.integers import cdiv
 from flexjax.ir import program as ir
 from flexjax.ir.program import Atom, Call, Lit, Load, Op
 
@@ -156,7 +157,7 @@ def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
     """
     rows, cols = index.shape
     index = jnp.clip(index, 0, size - 1)
-    chunks = -(-size // LANES)
+    chunks = cdiv(size, LANES)
     parts = []
     for start in range(0, cols, LANES):
         here = index[:, start : start + LANES]

@@ -3,18 +3,16 @@
 A tile's rows lie along the sublanes and its columns along the lanes of vector registers, 128 lanes each.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.integers import cdiv
 
 LANES = 128
 """Lanes of a vector register."""
-LOG2E = math.log2(math.e)
 F32 = jnp.float32
 
 Contraction = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
@@ -57,7 +55,7 @@ def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
     """`state` (rows, 128), whose lanes are equal within each row, widened or cut to (rows, cols)."""
     if cols <= LANES:
         return state[:, :cols]
-    return jnp.tile(state, (1, -(-cols // LANES)))[:, :cols]
+    return jnp.tile(state, (1, cdiv(cols, LANES)))[:, :cols]
 
 
 def fill(ref: jax.Ref, value: float) -> None:

@@ -16,6 +16,7 @@ import math
 from flexjax.backends.mosaic_tpu import split_program
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.backends.target import Target
+from flexjax.integers import round_up
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -87,11 +88,6 @@ class Tiles:
 
 class NoTile(Exception):
     """No tile fits a plan; the message is the clause that says why."""
-
-
-def round_up(n: int, to: int) -> int:
-    """The smallest multiple of `to` that is not below n."""
-    return -(-n // to) * to
 
 
 def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:

@@ -21,6 +21,7 @@ from jax import lax
 
 from flexjax.backends.xla.tile import Region
 from flexjax.backends.xla.tile_sizes import TileSizes
+from flexjax.integers import cdiv
 from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Lengths
 from flexjax.plan.lengths import NONE
@@ -202,7 +203,7 @@ def walk(
         # one batch entry's length cuts one block; those of several may leave all blocks to this loop
         left_at_most = chunk - 1 + cut if sizes.batch == 1 else row.full_index.shape[0]
         widest += left_at_most if cut else chunk - 1
-    return _loop(plan, -(-total // tail), -(-widest // tail), lambda t, c: body(c, remaining(t)), carry)
+    return _loop(plan, -(-total // tail), cdiv(widest, tail), lambda t, c: body(c, remaining(t)), carry)
 
 
 def _walk_all(

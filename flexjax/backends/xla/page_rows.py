@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends.xla.tile_sizes import TileSizes
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 Array = jax.Array
@@ -37,7 +38,7 @@ class PageRows:
         pages   int32 [B, n], those of the operands
         """
         self.page, self.block_kv = plan.page, sizes.block_kv
-        short = -(-sizes.padded_kv // plan.page) - pages.shape[1]
+        short = cdiv(sizes.padded_kv, plan.page) - pages.shape[1]
         self.pages = jnp.pad(pages, ((0, 0), (0, short)), constant_values=-1)
 
     def take(self, given: Pool, heads: tuple[Array | int, int], b: Array, blocks: Array, dtype: jnp.dtype) -> Array:

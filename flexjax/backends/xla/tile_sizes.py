@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from flexjax.backends.target import Target
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.plan.pages import whole_pages
 
@@ -148,7 +149,7 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         lists_batch, lists_heads = plan.blocks.batch, plan.blocks.heads
         widest = max(plan.blocks.partial, plan.blocks.full, 1)
         if lists_heads == 1 and lists_batch == 1:
-            widest = min(widest, -(-plan.kv_len // block_kv))
+            widest = min(widest, cdiv(plan.kv_len, block_kv))
     area = block_q * block_kv
     groups = (plan.group, plan.q_heads // plan.extra_heads) if plan.extra_heads else (plan.group,)
     heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, groups)
@@ -165,16 +166,16 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     ):
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
-    together = widest if on_cpu else -(-widest // ROW_STEPS)
+    together = widest if on_cpu else cdiv(widest, ROW_STEPS)
     if has_lists:
         chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK))
     if has_lists and short:
-        chunk = max(1, min(short_keys(plan) // block_kv, -(-plan.kv_len // block_kv)))
+        chunk = max(1, min(short_keys(plan) // block_kv, cdiv(plan.kv_len, block_kv)))
     if has_lists and plan.page:
         chunk = max(1, min(most // (area * heads), PAGED_CHUNK))
         chunk = max(chunk, short_keys(plan) // block_kv) if few_queries else chunk
     if has_lists and asked_kv:
-        chunk = max(1, min(asked_kv // block_kv, MAX_CHUNK if plan.page else -(-plan.kv_len // block_kv)))
+        chunk = max(1, min(asked_kv // block_kv, MAX_CHUNK if plan.page else cdiv(plan.kv_len, block_kv)))
     tail = min(chunk, max(1, SHORT_TAIL // block_kv)) if few_queries else chunk
     return TileSizes(
         batch,
@@ -183,8 +184,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         block_kv,
         chunk,
         tail,
-        -(-plan.q_len // block_q),
-        -(-plan.kv_len // block_kv),
+        cdiv(plan.q_len, block_q),
+        cdiv(plan.kv_len, block_kv),
         plan.batch // batch,
         plan.q_heads // heads,
     )
@@ -256,8 +257,8 @@ def even_block(length: int, most: int) -> int:
     """The size of a block if `length` is cut into as few blocks as possible of at most `most`, all of one size but the last,
     which may be smaller by less than the number of blocks.
     """
-    parts = max(1, -(-length // most))
-    return max(1, -(-length // parts))
+    parts = max(1, cdiv(length, most))
+    return max(1, cdiv(length, parts))
 
 
 def largest_divisor(number: int, most: int, groups: Sequence[int] = ()) -> int:

@@ -14,7 +14,7 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from flexjax.backends.mosaic_gpu import (
-    backward_sm90_common,
+    backward_common,
     capture_gradients,
     capture_kernel,
     capture_lists,
@@ -163,7 +163,7 @@ def test_memory_follows_the_block_mask(name: str) -> None:
     derivative = found[0].derivative
     plan = plan_of(LONG, 16, blocks=BAND, score=found[0].program)
     tokens, queries = abstract(1, LONG, 16, 16), LONG // 128
-    given = backward_sm90_common.Tokens(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
+    given = backward_common.Tokens(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
     numbers = lambda *s: abstract(1, 1, queries, *s, dtype="int32")
     lists = BlockLists(numbers(), numbers(2), numbers(), numbers(7))
 
@@ -230,7 +230,7 @@ def test_many_lists_a_few_heads_at_a_time_with_masks_of_their_own(monkeypatch: p
 
 def test_what_all_gradients_add_up_to_is_bounded() -> None:
     made = backward_problem(**BY_PLACES["2-D table, odd, with dropout"])
-    given = backward_sm90_common.padded_tokens(
+    given = backward_common.padded_tokens(
         made.plan,
         made.given.operands,
         made.given.d_out,

@@ -205,7 +205,7 @@ def test_sizes_of_quantised_caches() -> None:
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_a_slot_is_always_read_by_the_same_warpgroup(stages: int) -> None:
     """A thread knows the phase of a barrier by counting its own waits, so it must wait for every fill of a slot."""
-    from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem, DecodeItems
+    from flexjax.backends.mosaic_gpu.decode_items import DecodeItem, DecodeItems
     from flexjax.backends.mosaic_gpu.kernel_parts import i32
 
     reader: dict[int, int] = {}
@@ -284,7 +284,7 @@ def test_other_masks_have_no_interval(mask: typing.Any) -> None:
 
 @needs_kernels
 def test_sums_do_not_depend_on_chunks_without_visits() -> None:
-    from flexjax.backends.mosaic_gpu.decode_sm90_merge import sum_in_order
+    from flexjax.backends.mosaic_gpu.decode_merge import sum_in_order
 
     x = jnp.asarray(RNG.normal(size=(2, 1, 40, 3)), jnp.float32)
     want = np.asarray(sum_in_order(x))

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import flexjax
 from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference, support
 from flexjax.backends.target import Target
+from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD, TABLE
 from tests.cases.on_hopper import ForwardProblem, assert_results_close, causal, forward_problem
@@ -24,8 +25,8 @@ from tests.marks import some_slow
 
 REFERENCES = {
     "soft cap that needs no maximum": 0.0,
-    "bounded away from 0": 27.0 * static_reference.LOG2E,  # 24 to 30 over both heads
-    "far from the sinks": 120.0 * static_reference.LOG2E,
+    "bounded away from 0": 27.0 * LOG2E,  # 24 to 30 over both heads
+    "far from the sinks": 120.0 * LOG2E,
     "soft cap, float16": None,
     "soft cap": 0.0,
     "full": None,

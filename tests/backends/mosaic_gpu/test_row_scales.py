@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flexjax.backends.mosaic_gpu import row_scales
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
+from flexjax.backends.tile_math import LOG2E
 from tests.arrays import array
 
 COLUMNS, TILES = 16, 6

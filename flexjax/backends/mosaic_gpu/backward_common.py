@@ -1,4 +1,4 @@
-"""What the Hopper backward kernels share: the formulas, their operands, WGMMA, and the rings of Q and dO.
+"""What the backward kernels share: the formulas and their operands; on Hopper also WGMMA, and the rings of Q and dO.
 
 For a tile of scores s = scale * q . k, with lse the logarithm of the softmax denominator of each query row,
 
@@ -40,10 +40,10 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, c
 from flexjax.backends.mosaic_gpu.kernel_parts import not_hoisted as not_hoisted
 from flexjax.backends.mosaic_gpu.kernel_parts import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
-from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
+from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.thread_tiles import tile_parts
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.integers import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 

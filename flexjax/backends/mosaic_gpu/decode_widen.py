@@ -24,11 +24,10 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu import decode_fragments
 from flexjax.backends.mosaic_gpu.allocation import swizzled
-from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps, numbers_of_bytes
+from flexjax.backends.mosaic_gpu.decode_bytes import MlirOps, numbers_of_bytes
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP
 
-THREADS = 128
-"""Of a warpgroup."""
 PIECE = 64
 """Columns of a swizzled piece of 8 rows: 128 bytes of a 16-bit dtype."""
 SWIZZLE = swizzled(PIECE, 2)
@@ -56,12 +55,12 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
         """
         i32, vector, ops = _i32(), ir.VectorType.get((4,), _i32()), MlirOps()
         given, made = mgpu_utils.memref_ptr(narrow), mgpu_utils.memref_ptr(wide)
-        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(THREADS, i32))
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(WARPGROUP, i32))
         of_eight = arith.remui(thread, mgpu.c(8, i32))
         side, part = arith.divui(of_eight, mgpu.c(4, i32)), arith.remui(of_eight, mgpu.c(4, i32))
         pieces = columns // PIECE
-        for n in range(rows * columns // 16 // THREADS):
-            group = arith.addi(arith.divui(thread, mgpu.c(8, i32)), mgpu.c(n * THREADS // 8, i32))
+        for n in range(rows * columns // 16 // WARPGROUP):
+            group = arith.addi(arith.divui(thread, mgpu.c(8, i32)), mgpu.c(n * WARPGROUP // 8, i32))
             piece = arith.remui(group, mgpu.c(pieces, i32))
             row = _sum(_times(arith.divui(group, mgpu.c(pieces, i32)), 2), side)
             words = llvm.load(vector, _at(given, _sum(_times(row, columns), _times(piece, PIECE), _times(part, 16))))

@@ -25,8 +25,9 @@ from jax import lax
 from flexjax.backends.mosaic_gpu import decode_tiles
 from flexjax.backends.mosaic_gpu.decode_tiles import DecodeTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
-from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
+from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.block_mask import transpose
+from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 
@@ -200,7 +201,7 @@ class DecodeItems:
         """
         plan, tile, blocks = self.plan, self.tile, self.plan.blocks
         assert blocks is not None
-        width = -(-plan.kv_len // blocks.block_kv)
+        width = cdiv(plan.kv_len, blocks.block_kv)
         flags = jnp.zeros((blocks.batch, blocks.heads, 1, width), jnp.bool_)
         for number, index in ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index)):
             if number is not None and index is not None:

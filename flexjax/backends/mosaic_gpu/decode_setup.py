@@ -4,7 +4,7 @@ traced."""
 import dataclasses
 import typing
 
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItems, Work
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItems, Work
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeTile
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
 from flexjax.backends.mosaic_gpu.shared_memory import Part

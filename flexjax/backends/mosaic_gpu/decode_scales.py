@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
-from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_setup import DecodeSetup
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, i32, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, Item, assemble, element, lowered, positions_of
 from flexjax.plan.kernel_plan import Operands

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan, Results
 from flexjax.plan.pack_heads import unpack_rows
 
@@ -36,7 +37,7 @@ def sum_in_order(x: jax.Array) -> jax.Array:
     to that axis do not change a bit of the result.
     """
     while x.shape[2] > 1:
-        groups = -(-x.shape[2] // ORDERED)
+        groups = cdiv(x.shape[2], ORDERED)
         parts = [_padded(x[:, :, n::ORDERED], groups) for n in range(min(ORDERED, x.shape[2]))]
         x = functools.reduce(operator.add, parts)
     return x[:, :, 0]

@@ -31,11 +31,9 @@ from flexjax.backends.mosaic_gpu.allocation import swizzled
 from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.registers import TILE, assemble, element, lowered, positions_of
-from flexjax.backends.mosaic_gpu.static_reference import LOG2E
+from flexjax.backends.mosaic_gpu.warpgroup import WARPGROUP, WARPS
+from flexjax.backends.tile_math import LOG2E
 
-WARPS = 4
-"""Of a warpgroup."""
-THREADS = 128
 SWIZZLED_BYTES = swizzled(128, 1)
 Elements = dict[tuple[int, int], typing.Any]
 """(row, column) of an element as the first thread has it -> its value."""
@@ -51,7 +49,7 @@ class MlirOps:
         self.fused = mgpu_utils.get_arch().major < 9  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
         self.i32 = ir.IntegerType.get_signless(32)
         self.f32 = ir.F32Type.get()
-        self.thread = arith.remui(mgpu_utils.thread_idx(), self.const(THREADS))
+        self.thread = arith.remui(mgpu_utils.thread_idx(), self.const(WARPGROUP))
 
     def const(self, value: int) -> ir.Value:
         """An i32 constant with the bits of `value`, from -2^31 to 2^32 - 1."""
@@ -451,7 +449,7 @@ def write_merged(partial: Ref, stats: Ref, out: Ref, out_stats: Ref, large_score
         """
         ops = MlirOps()
         unit = _unit(ops, large_scores)
-        for first in range(0, rows * value_dim, 4 * THREADS):
+        for first in range(0, rows * value_dim, 4 * WARPGROUP):
             place = arith.addi(ops.times(ops.thread, 4), ops.const(first))
             row = arith.divui(place, ops.const(value_dim))
             with _only_if(arith.cmpi(arith.CmpIPredicate.slt, row, ops.const(rows))):
