@@ -32,7 +32,8 @@ def precision_name(given: object, dtype: str) -> str:
         raise bad_argument(
             "precision",
             repr(given),
-            'None, "default", "high", "highest", another name of a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset',
+            'None, "default", "high", "highest", another name of a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, or a '
+            "pair of two equal ones",
             "None follows jax.default_matmul_precision.",
         )
     return DEFAULT if dtype in ("bfloat16", "float16") else found

@@ -170,7 +170,7 @@ def _whole_array(call: Call) -> str:
     if call.name in LOOPS:
         return (
             "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
-            "index the array outside the loop or use a loop of fixed length of at most 64."
+            "index the array outside the loop, use a loop of fixed length of at most 64, or pass implementation='reference', which is dense."
         )
     return (
         f"`score_mod` hands a whole captured array of more than {MAX_UNROLL} elements to `{call.name}` at each position, which "
@@ -197,5 +197,5 @@ def _no_whole_array(capture: int) -> jax.Array:
     """
     raise ModError(
         "`score_mod` reads a whole array inside a loop that could not be unrolled, which has no derivative here; "
-        "index the array outside the loop or use a loop of fixed length of at most 64."
+        "index the array outside the loop, use a loop of fixed length of at most 64, or pass implementation='reference', which is dense."
     )

@@ -86,8 +86,8 @@ def test_a_name_stands_for_what_dot_general_takes(name: str) -> None:
 def test_what_is_no_precision_is_refused(given: typing.Any) -> None:
     x = jnp.ones((1, 4, 1, 8))
     text = (
-        f'`precision` is {given!r}; expected None, "default", "high", "highest", another name of a jax.lax.Precision, or a '
-        "jax.lax.DotAlgorithmPreset. None follows jax.default_matmul_precision."
+        f'`precision` is {given!r}; expected None, "default", "high", "highest", another name of a jax.lax.Precision, a '
+        "jax.lax.DotAlgorithmPreset, or a pair of two equal ones. None follows jax.default_matmul_precision."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}\n"):
         flexjax.flex_attention(x, x, x, precision=given)

@@ -249,7 +249,7 @@ def test_no_derivative_of_an_integer_array_read_in_a_loop() -> None:
     assert traced.derivative is None
     assert traced.why_not == (
         "`score_mod` reads a whole array inside a loop that could not be unrolled, which has no derivative here; "
-        "index the array outside the loop or use a loop of fixed length of at most 64."
+        "index the array outside the loop, use a loop of fixed length of at most 64, or pass implementation='reference', which is dense."
     )
 
 
@@ -259,7 +259,7 @@ def test_no_derivative_of_an_array_read_in_a_loop() -> None:
     assert traced.derivative is None
     assert traced.why_not == (
         "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
-        "index the array outside the loop or use a loop of fixed length of at most 64."
+        "index the array outside the loop, use a loop of fixed length of at most 64, or pass implementation='reference', which is dense."
     )
     np.testing.assert_allclose(
         call_program(traced.program, traced.arrays, (0, 0, 4, 0), jnp.float32(2.0)), 2 + 5 * TABLE[:40].sum(), rtol=1e-5
