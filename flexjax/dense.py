@@ -45,6 +45,10 @@ class DenseBackend:
         """None: it computes all gradients."""
         return None
 
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> None:
+        """None: it has no tiles."""
+        return None
+
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """An empty list: it has no tiles."""
         return []

@@ -356,9 +356,9 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
         *([f"  in {run.plan.dtype}: {run.why_widened}"] if run.why_widened else []),
         *(f"  not {name}: {why}" for name, why in run.refusals),
     ]
-    tile_sizes = getattr(run.backend, "tile_sizes", None)
-    if tile_sizes is not None:
-        lines.append(f"  tiles: {tile_sizes(run.plan, target)}")
+    tiles = run.backend.tile_sizes(run.plan, target)
+    if tiles is not None:
+        lines.append(f"  tiles: {tiles}")
     lines += describe_split(run)
     if call.plan.float8:
         return "\n".join([*lines, f"backward pass: none. {FLOAT8} inputs have no gradients."])

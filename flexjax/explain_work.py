@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from flexjax.backends.xla.tile_sizes import TileSizes
 from flexjax.dense import block_mask_of
 from flexjax.dispatch import Run
 from flexjax.integers import cdiv
@@ -101,8 +102,8 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         )
         return [text, *read]
     if kernel is None:
-        sizes = getattr(run.backend, "tile_sizes", lambda *_: None)(plan, run.target)
-        items = "" if sizes is None or not hasattr(sizes, "steps") else (
+        sizes = run.backend.tile_sizes(plan, run.target)
+        items = "" if not isinstance(sizes, TileSizes) else (
             f"{_number(sizes.steps, 'work item')} (tile rows), one after the other, {sizes.chunk * sizes.block_kv} keys a step; keys are not split"
         )  # fmt: skip
         return [*([items] if items else []), *([] if seen is None else [_bytes_text(_bytes(plan, seen))])]

@@ -82,6 +82,12 @@ class Backend(typing.Protocol):
         """
         ...
 
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> object | None:
+        """The tiles with which an accepted plan runs on the target; `flexjax.explain` prints their text. None if the backend has no tiles or
+        does not say. Pure.
+        """
+        ...
+
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Computes the forward pass: out, lse and, if the plan asks for them, max_scores and rounding, as Results documents
         them. The plan is one that `refuses` accepts.

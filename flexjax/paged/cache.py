@@ -108,12 +108,12 @@ def empty(
     return PagedCache(key, value, *(_given_scale(x, M) for x in pair))
 
 
-def _name_of(dtype: object) -> str:
+def _name_of(dtype: DTypeLike | None) -> str:
     """The name of a dtype; of what is none, and of None, which numpy reads as float64, how it prints."""
     if dtype is None:
         return "None"
     try:
-        return jnp.dtype(dtype).name  # pyright: ignore[reportArgumentType] refused below
+        return jnp.dtype(dtype).name
     except TypeError:
         return repr(dtype)
 

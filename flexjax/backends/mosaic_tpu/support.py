@@ -76,6 +76,20 @@ class MosaicTpuBackend:
         pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(sizes)]
         return [{"block_q": q, "block_kv": kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for (q, kv), b in pairs]
 
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> str | None:
+        """The tiles of both passes, queries x keys, as text such as "forward 256 x 512, backward 256 x 256"; None for calls of few queries,
+        which run as another plan.
+        """
+        if plan.page or joined_plan(plan) is not None or packed_plan(plan) is not None:
+            return None
+        first = self.tile_candidates(plan, target)[0]
+        texts = [
+            f"{which} {first['block_q' + end]} x {first['block_kv' + end]}"
+            for which, end in (("forward", ""), ("backward", "_bwd"))
+            if f"block_q{end}" in first
+        ]
+        return ", ".join(texts)
+
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the plan by the forward kernel (see Results).
 

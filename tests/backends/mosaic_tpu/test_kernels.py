@@ -164,6 +164,11 @@ def test_every_candidate_fits(chip: str, dim: int):
     kind = next(k for k, name in vmem.CHIP_OF_KIND.items() if name == chip)
     candidates = BACKEND.tile_candidates(plan, Target("tpu", kind))
     assert candidates
+    first = candidates[0]
+    text = (
+        f"forward {first['block_q']} x {first['block_kv']}, backward {first['block_q_bwd']} x {first['block_kv_bwd']}"
+    )
+    assert BACKEND.tile_sizes(plan, Target("tpu", kind)) == text
     assert len({tuple(c.items()) for c in candidates}) == len(candidates)
     assert all(vmem.forward_bytes(plan, t) <= facts.budget for t in vmem.forward_candidates(plan, facts))
 
