@@ -114,8 +114,8 @@ def profile(
 
     The operations counted are those of visited blocks at full lengths, so a fraction of the roofline near 1 means that the kernel does
     little else. Gradients are those of query, key and value alone. Raises what flex_attention would raise, TypeError for a keyword
-    that it does not have, ValueError for tracers, for a number of seconds that is none and for backward=True with float8, and NotImplementedError for `context=`
-    and for arrays on several devices: the roofline is that of one.
+    that it does not have, ValueError for tracers, for seconds that are no number of 0 or more and for backward=True with float8, and
+    NotImplementedError for `context=` and for arrays on several devices: the roofline is that of one.
     """
     check_keywords("profile", typing.cast(dict, arguments))
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):

@@ -1,8 +1,8 @@
 """Masks that hide the future."""
 
+import jax
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import value_at
@@ -12,7 +12,7 @@ from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 FARTHEST = 2**30
-"""Known offsets are cut to it, so that their sum with a position stays in int32; no sequence is as long."""
+"""Offsets that are on the host are cut to it, so that their sum with a position stays in int32; no sequence is as long."""
 
 
 def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -46,8 +46,8 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
 
     Query `q` sees the first `q + offset + 1` keys.  With a cache of `kv_len` keys whose last `q_len` belong to the
     queries, `offset = kv_len - q_len`; in decoding it is the number of tokens already cached.  A negative
-    offset leaves the first `-offset` queries without any key.  Known offsets beyond 2^30 count as 2^30, and
-    below -2^30 as -2^30, because a sum beyond int32 wraps around; traced ones are added as they are.
+    offset leaves the first `-offset` queries without any key.  Offsets of Python and numpy beyond 2^30 count as 2^30, and
+    below -2^30 as -2^30, because a sum beyond int32 wraps around; those in jax arrays are added as they are.
 
     Sizes are not checked against those of the call: an index past the end of `offset` reads the last element.
 
@@ -62,7 +62,7 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
         # # # # # # # #
     """
     given = integer_or_vector("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
-    shift = _cut(given)
+    shift = _cut(given, offset)
 
     @named(f"causal_offset_{shift}" if isinstance(shift, int) else "causal_offset")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -72,11 +72,12 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
     return mask_mod
 
 
-def _cut(offset: int | Array) -> int | Array:
-    """The offset, int or int32 `[]` or `[B]`, cut to the numbers from -FARTHEST to FARTHEST if it is known."""
-    if isinstance(offset, int):
-        return max(-FARTHEST, min(offset, FARTHEST))
-    if isinstance(offset, Tracer) or not offset.is_fully_addressable:
-        return offset
-    cut = np.clip(np.asarray(offset), -FARTHEST, FARTHEST)
-    return offset if np.array_equal(cut, offset) else as_array(cut)
+def _cut(given: int | Array, offset: ArrayLike) -> int | Array:
+    """The checked offset `given`, an int or int32 `[]` or `[B]`, cut to the numbers from -FARTHEST to FARTHEST if the user's `offset`, from
+    which it was made, is on the host; as it is otherwise, because to look at it would wait for the device.
+    """
+    if isinstance(given, int):
+        return max(-FARTHEST, min(given, FARTHEST))
+    if any(isinstance(x, Array) for x in jax.tree.leaves(offset)):
+        return given
+    return as_array(np.clip(np.asarray(offset).astype(np.int64), -FARTHEST, FARTHEST).astype(np.int32))

@@ -43,7 +43,8 @@ def document(
     skipped best when they are sorted.  All arrays may be traced.  To give queries or keys no partner at all,
     use ids that the other side lacks (-1 for padding queries, -2 for padding keys).  Tokens before the first offset
     and past the last one, or past the sum of the lengths, belong to no document: they see nothing.  Documents of
-    length 0 are allowed; lengths below 0 and offsets that do not ascend make no sense and are not looked for.  For packed language models combine it with `causal`.
+    length 0 are allowed; lengths below 0 and offsets that do not ascend make no sense and are not looked for.  For
+    packed language models combine it with `causal`.
 
     Sizes are not checked against those of the call: an index past the end of the ids, or past the rows of an array,
     reads the last one.

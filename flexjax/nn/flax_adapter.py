@@ -78,11 +78,11 @@ def attention_fn(
         """The function that flax calls: attention of [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] -> [batch..., T, N,
         E].
 
-        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `broadcast_dropout` drops
-        the same positions in all batch entries and heads, `dtype` is that of the computation, to which `promote_dtype` casts the arrays
-        (None: they are cast to `dtype`, or to their common dtype). `deterministic` means no dropout. `is_causal` compares the indices of
-        the call, not `input_positions`. `force_fp32_for_softmax` changes nothing. `precision` is that of flex_attention. They act together with the arguments of attention_fn:
-        masks are joined by `&`, the bias is added after score_mod.
+        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `broadcast_dropout` drops the
+        same positions in all batch entries and heads, `dtype` is that of the computation, to which `promote_dtype` casts the arrays (None:
+        they are cast to `dtype`, or to their common dtype). `deterministic` means no dropout. `is_causal` compares the indices of the call,
+        not `input_positions`. `force_fp32_for_softmax` changes nothing. `precision` is that of flex_attention. They act together with the
+        arguments of attention_fn: masks are joined by `&`, the bias is added after score_mod.
 
         Raises ValueError for a `precision` that jax does not have, for a `module` (weights to be sown) or an einsum that is not None, for
         a block mask beside a mask of the call, and for dropout without a key.

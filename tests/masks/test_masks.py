@@ -897,6 +897,8 @@ FAR = 2**31 - 1
         (masks.causal_offset(FAR), True),
         (masks.causal_offset(-FAR), False),
         (masks.causal_offset(np.array([FAR])), True),
+        (masks.causal_offset(np.array([200], np.uint8)), True),
+        (masks.causal_offset([FAR]), True),  # pyright: ignore[reportArgumentType]
         (masks.causal_offset(np.array([-FAR - 1])), False),
         (masks.dilated_window(2**30, 4), None),
         (masks.dilated_two_sided_window(2**30, 2**30, 4), None),
