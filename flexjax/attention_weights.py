@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from flexjax.attention import flex_attention
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.check_arguments import LAYOUTS, check_inputs
+from flexjax.check_arguments import DTYPES, LAYOUTS, check_inputs
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable
 from flexjax.plan.kernel_plan import FLOAT8
@@ -38,10 +38,11 @@ def attention_weights(
     Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for
     debugging and pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
     """
-    if layout not in LAYOUTS or any(getattr(x, "ndim", None) != 4 for x in (query, key)):
+    fits = all(getattr(x, "ndim", None) == 4 and x.dtype.name in DTYPES for x in (query, key))
+    if layout not in LAYOUTS or not fits:
         check_inputs(
             query, key, key, None, layout, None, None
-        )  # raises for the layout, and for what is no array of 4 dims
+        )  # raises for the layout, and for what is no array of 4 dims and of such a dtype
     tokens, head = (1, 2) if layout == "BTNH" else (2, 1)
     kv_len = key.shape[tokens]
     entries = query.shape[0] * query.shape[head] * query.shape[tokens] * kv_len

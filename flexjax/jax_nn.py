@@ -105,6 +105,9 @@ def dot_product_attention(
     Integer inputs are refused; jax.nn rounds their probabilities to integers. The softmax of float64 inputs is float64 here and
     float32 there.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is None:
+            raise bad_argument(name, "None", "an array", "Pass a jax.Array or a numpy array.")
     query = jnp.asarray(query)
     q, k, v = (_four_axes(name, jnp.asarray(x)) for name, x in (("query", query), ("key", key), ("value", value)))
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])

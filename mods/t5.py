@@ -64,9 +64,13 @@ def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, m
 
     Source: arXiv:1910.10683, section 2.1.
 
-    Raises ValueError if `relative` is not integer, `num_buckets` is too small or odd where it must be even,
+    Raises ValueError if `relative` is not integer, `bidirectional` is no bool, `num_buckets` is too small or odd where it must be even,
     or `max_distance` does not exceed `m`.
     """
+    if not isinstance(bidirectional, bool):
+        raise ValueError(
+            f"`t5_buckets`: `bidirectional` is {bidirectional!r}; expected True or False. True is for encoders, False for decoders."
+        )
     relative = np.asarray(relative)
     if not np.issubdtype(relative.dtype, np.integer):
         raise ValueError(

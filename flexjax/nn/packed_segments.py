@@ -11,6 +11,7 @@ import numpy as np
 
 from flexjax import mods
 from flexjax.attention import flex_attention
+from flexjax.check_arguments import check_array
 from flexjax.combine import and_masks, chain_mods
 from flexjax.errors import bad_argument
 from flexjax.mod_tools.array_reads import value_at
@@ -74,6 +75,11 @@ def segment_attention(
 
         out = flexjax.nn.segment_attention(q, k, v, batch["segment_ids"], batch["positions"], window=4096, softcap=50.0)
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if check_array(name, x).ndim != 4:
+            raise bad_argument(
+                name, f"of shape {x.shape}", "4 dims, [B, T, N, D]", "Add a batch axis with x[None] or use jax.vmap."
+            )
     tokens = 1 if layout == "BTNH" else 2
     heads = query.shape[3 - tokens]
     batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]

@@ -305,6 +305,9 @@ def context_layout(
     for name, given in (("q_len", q_len), ("kv_len", kv_len), ("devices", devices)):
         if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 1:
             raise bad_argument(name, repr(given), "a positive int", "Pass a static int.")
+    for name, given in (("batch", batch), ("heads", heads)):
+        if given is not None and (not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 1):
+            raise bad_argument(name, repr(given), "a positive int or None", "None where mask_mod does not read it.")
     q_len, kv_len, devices = int(q_len), int(kv_len), int(devices)
     if balance not in typing.get_args(Balance):
         raise bad_argument("balance", repr(balance), "'auto', 'contiguous' or 'zigzag'", "'auto' looks at the mask.")

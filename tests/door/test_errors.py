@@ -154,6 +154,8 @@ WINDOW = "expected an integer, or two numbers: (left, right). 0 sees no neighbou
 INTEGERS = "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1."
 CUDNN = "flexjax has kernels of its own and does not call cuDNN; None runs them on the GPUs that they support."
 DROP_IN = [
+    Bad("no_query", lambda a: drop_in(a, q=None), "`query` is None; expected an array. Pass a jax.Array or a numpy array."),
+    Bad("weights_dtype", lambda a: flexjax.attention_weights(a["q"].astype(jnp.float8_e5m2), a["k"]), "`query` is float8_e5m2[2, 6, 4, 8]; expected one of float64, float32, bfloat16, float16, float8_e4m3fn. Cast it, for example x.astype(jnp.float32)."),
     Bad("rank", lambda a: drop_in(a, q=a["q"][None]), "`query` is of shape (1, 2, 6, 4, 8); expected 1 to 4 dims, [B, tokens, heads, dim]. Use jax.vmap for more."),
     Bad("ranks", lambda a: drop_in(a, q=a["q"][0]), "`key` is of shape (2, 10, 2, 8); expected a batch of 1 like query's, or 1. Repeat or slice it."),
     Bad("integer_query", lambda a: drop_in(a, q=a["q"].astype(jnp.int32)), "`query` is int32[2, 6, 4, 8]; expected a floating array. " + INTEGERS),

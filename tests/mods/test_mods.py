@@ -476,6 +476,19 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "`t5_buckets`: `max_distance` is 16; expected an int of at least 17. Nearer keys have their own bucket.",
     ),
     (
+        lambda: mods.t5_bias(np.zeros((8, 2), np.float32), bidirectional="no"),  # pyright: ignore[reportArgumentType]
+        "`t5_buckets`: `bidirectional` is 'no'; expected True or False. True is for encoders, False for decoders.",
+    ),
+    (
+        lambda: mods.head_gate([[1.0], [1.0, 2.0]]),  # pyright: ignore[reportArgumentType]
+        "`head_gate`: `gate` is a list, which is no array of numbers; expected floating numbers [N] or [B, N]. Rows of unequal length "
+        "are padded first. Pass one logit per query head.",
+    ),
+    (
+        lambda: mods.softcap_approx(10**400),
+        f"`softcap_approx`: `cap` is {10**400}; expected a finite number above 0. Gemma 2 uses 50.",
+    ),
+    (
         lambda: mods.t5_buckets(np.zeros(3), num_buckets=32, bidirectional=False),
         "`t5_buckets`: `relative` has dtype float64; expected integers. Pass key positions minus query positions.",
     ),

@@ -194,3 +194,19 @@ def test_keys_of_another_length_need_ids_of_their_own() -> None:
     message = "`kv_segment_ids` is None; expected integers of shape [4, 20]. There are 6 queries and 20 keys."
     with pytest.raises(ValueError, match=re.escape(message)):
         flexjax.nn.segment_attention(Q[:, :6], K, V, IDS[:, :6])
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        (None, "None; expected an array. Pass a jax.Array or a numpy array."),
+        (
+            Q[0],
+            f"of shape {Q.shape[1:]}; expected 4 dims, [B, T, N, D]. Add a batch axis with x[None] or use jax.vmap.",
+        ),
+    ],
+)
+def test_what_is_no_query_is_refused(query: object, said: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        flexjax.nn.segment_attention(query, K, V, IDS)  # pyright: ignore[reportArgumentType]
+    assert str(error.value) == f"`query` is {said}"

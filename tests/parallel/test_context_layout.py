@@ -192,6 +192,9 @@ BAD: dict[str, tuple[tuple, dict[str, Any], str]] = {
         "`balance` is 'even'; expected 'auto', 'contiguous' or 'zigzag'. 'auto' looks at the mask.",
     ),
     "mask_mod": ((3, 8), {}, "`mask_mod` is 3; expected a function (b, h, q_idx, kv_idx) -> bool, or None. See MaskMod."),
+    "batch": (
+        (masks.causal, 8), {"batch": 0}, "`batch` is 0; expected a positive int or None. None where mask_mod does not read it.",
+    ),
     "heads": (
         (lambda b, h, i, j: i > h, 8), {},
         "`heads` is None but `mask_mod` depends on `h`; expected the number of query heads. The layout counts the blocks of each.",
