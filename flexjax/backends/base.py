@@ -6,7 +6,7 @@ To add a backend:
 3. `tile_candidates` returns tiles for autotuning; `refuses` refuses a tile that the options ask for and that cannot run.
 4. `forward` and `backward` take the plan, its operands and the target, and return what `Results` and `Gradients` document.
    `lowering` returns a context in which they are lowered; most backends return contextlib.nullcontext().
-5. Import only plan, block_mask, trace, analysis, ir, types, errors and varying, and of this folder base, target and tile_math;
+5. Import only plan, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this folder base, target and tile_math;
    never attention, dispatch or another backend.
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 
