@@ -340,6 +340,7 @@ def test_explain_names_who_runs_each_pass() -> None:
     assert lines == [
         "runs on: mosaic_tpu",
         "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform tpu.",
+        "  tiles: forward 1024 x 1024, backward 1024 x 1024",
         "backward pass on: mosaic_tpu",
         "gradients of captured arrays on: xla",
         "  not mosaic_tpu: mosaic_tpu sums the gradient of a captured array (float32[2097152]) read at q - kv in VMEM, 64 MiB for "
