@@ -11,7 +11,7 @@ import numpy as np
 
 from flexjax import mods
 from flexjax.attention import flex_attention
-from flexjax.check_arguments import check_array
+from flexjax.check_arguments import check_inputs
 from flexjax.combine import and_masks, chain_mods
 from flexjax.errors import bad_argument
 from flexjax.mod_tools.array_reads import value_at
@@ -75,11 +75,8 @@ def segment_attention(
 
         out = flexjax.nn.segment_attention(q, k, v, batch["segment_ids"], batch["positions"], window=4096, softcap=50.0)
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if check_array(name, x).ndim != 4:
-            raise bad_argument(
-                name, f"of shape {x.shape}", "4 dims, [B, T, N, D]", "Add a batch axis with x[None] or use jax.vmap."
-            )
+    if any(getattr(x, "ndim", None) != 4 for x in (query, key, value)):
+        check_inputs(query, key, value, None, layout, None, None)  # raises for what is no array of 4 dims
     tokens = 1 if layout == "BTNH" else 2
     heads = query.shape[3 - tokens]
     batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]
