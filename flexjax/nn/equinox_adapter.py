@@ -1,7 +1,6 @@
 """`MultiheadAttention`: equinox.nn.MultiheadAttention with flexjax attention inside, and with mods.
 
-Construction, parameters, projections and the signature of the call are equinox's: the class inherits them, so that a model
-changes one name and its saved parameters still load.
+A model changes one name, and its saved parameters still load.
 """
 
 import warnings
@@ -13,27 +12,24 @@ import jax.numpy as jnp
 
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks
-from flexjax.errors import bad_argument
-from flexjax.types import Implementations, KernelOptions, MaskMod
+from flexjax.errors import bad_argument, stacklevel_of_user
+from flexjax.mod_tools.settings import own
+from flexjax.types import Dropout, Implementations, KernelOptions, MaskMod
 
 Array = jax.Array
 Heads = tuple[Array, Array, Array]
 
 
 class MultiheadAttention(eqx.nn.MultiheadAttention):
-    """equinox.nn.MultiheadAttention whose attention is flexjax.flex_attention.
+    """equinox.nn.MultiheadAttention whose attention is flexjax.flex_attention. It takes equinox's arguments and these:
 
-    It takes the arguments of equinox's class and these:
-
-    score_mod, mask_mod   as in flexjax.flex_attention; h is the head, and b is 0, because the layer takes one sequence and
-                          jax.vmap maps it. A mod that is itself an equinox module is part of the model: its arrays are trained
-    implementation, kernel_options   as in flexjax.flex_attention
+    score_mod, mask_mod, implementation, kernel_options   as in flexjax.flex_attention; b is 0
 
         layer = flexjax.nn.MultiheadAttention(8, 512, mask_mod=flexjax.masks.causal, key=key)
         y = jax.vmap(layer)(x, x, x)                     # x [B, T, 512]
 
-    A query that may see no key gives 0 before the output projection, where equinox gives the mean of all values. Dropped
-    probabilities are drawn from another random stream.
+    A mod that is an equinox module is trained with the model. A query that may see no key gives 0 before the output
+    projection; equinox gives the mean of all values.
     """
 
     score_mod: Callable[..., Array] | None
@@ -53,19 +49,16 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key: Array,
         **options: object,
     ) -> None:
-        """Builds the layer. `score_mod` to `kernel_options` are explained at the class, and are checked at the first
-        call; all other arguments are equinox's.
-
-        A sequence of names in `implementation` is kept as a tuple, because static fields are compared.
-        """
         super().__init__(num_heads, query_size, *args, key=key, **options)  # type: ignore[arg-type]
         self.score_mod = score_mod
         self.mask_mod = mask_mod
+        # static fields are compared
         self.implementation = (
             implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
         )
         self.kernel_options = kernel_options
 
+    @own
     def __call__(
         self,
         query: Array,
@@ -78,25 +71,18 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[[Array, Array, Array], Heads] | None = None,
     ) -> Array:
-        """Attends over one sequence: query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T,
-        output_size].
+        """Attends over a sequence: query [T, query_size], key_ [S, key_size], value [S, value_size].
 
         mask            bool [T, S] or [num_heads, T, S], True where attended; joined by `&` with the layer's mask_mod
-        key             key for dropout, unused where the rate is 0
-        inference       True: no dropout; None: as the layer was built
-        deterministic   equinox's old name of `inference`, which it replaces if given, with a DeprecationWarning
-        process_heads   a function from the projected query, key and value heads, [T or S, num_heads, size] each, to
-                        arrays of the same shapes, such as rotary embeddings
-
-        Raises ValueError if value has other tokens than key_, for a mask that does not fit, for a process_heads that
-        changes shapes, and for dropout without a key.
+        inference       True: no dropout; None: as the layer was built; `deterministic` is its deprecated name
+        process_heads   from the projected heads, [T or S, num_heads, size] each, to arrays of the same shapes
         """
         if deterministic is not None:
             inference = deterministic
             warnings.warn(
                 "MultiheadAttention(...)(deterministic=...) is equinox's deprecated name; write inference=...",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=stacklevel_of_user(),
             )
         if key_.shape[0] != value.shape[0]:
             raise bad_argument(
@@ -132,19 +118,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             mask_mod=and_masks(*parts) if parts else None,
             implementation=self.implementation,
             kernel_options=self.kernel_options,
-            dropout_rate=rate,
-            dropout_key=key if rate else None,
+            dropout=Dropout(rate, key) if rate else None,
         )
         return jax.vmap(self.output_proj)(out[0].reshape(query.shape[0], -1))
 
 
 def _mask_of_array(mask: Array, full: tuple[int, int, int]) -> MaskMod:
-    """The mask_mod that reads the user's array `mask`, bool [T, S] or [N, T, S].
-
-    full   (N, T, S) of the call
-
-    Raises ValueError for another shape or dtype.
-    """
+    """The mask_mod that reads the user's `mask`, bool [T, S] or [N, T, S]. Raises ValueError for any other."""
     if mask.dtype != jnp.bool_ or mask.shape not in (full, full[1:]):
         raise bad_argument(
             "mask",

@@ -1,5 +1,6 @@
 """attention_fn in flax.linen and flax.nnx: same numbers and same training as flax's own function, or a refusal."""
 
+import functools
 import re
 
 import jax
@@ -204,3 +205,21 @@ def test_every_argument_of_flax_is_named() -> None:
     ours = inspect.signature(flexjax.nn.attention_fn()).parameters
     for function in (linen.dot_product_attention, nnx.dot_product_attention):
         assert set(inspect.signature(function).parameters) <= set(ours)
+
+
+@pytest.mark.filterwarnings("ignore:'.value' access is now deprecated")  # by flax, of its own RoPE
+@pytest.mark.parametrize("where", ["factory", "partial"])
+def test_rope_rotates_as_that_of_flax(where: str) -> None:
+    """Also in decoding, where the cache holds keys that are not rotated."""
+    rope = nnx.RoPE(embedding_size=WIDTH // HEADS, max_seq_len=64)
+    if where == "factory":
+        attend = flexjax.nn.attention_fn(mask_mod=masks.causal, rope=rope)
+    else:
+        attend = functools.partial(flexjax.nn.attention_fn(mask_mod=masks.causal), rope=rope)
+    theirs = functools.partial(nnx.dot_product_attention_with_rope, rope=rope)
+    layer = nnx_layer(attend)
+    whole = layer(X)
+    np.testing.assert_allclose(whole, nnx_layer(theirs)(X, is_causal=True), atol=2e-6)
+    layer.init_cache(X.shape)
+    outs = [layer(X[:, t : t + 1], decode=True) for t in range(4)]
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), whole[:, :4], atol=3e-6)

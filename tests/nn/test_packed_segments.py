@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flexjax
 import flexjax.nn
 from flexjax import masks
 from tests.arrays import array
@@ -176,9 +177,22 @@ def test_trains_as_dense_attention() -> None:
             "`segment_attention`: `window` has dtype float32; expected integers. 1 sees the query's own position only.",
         ),
         (
-            {"softcap": 0.0},
-            "`segment_attention`: `softcap` is 0.0; expected a finite number above 0. None means no cap.",
+            {"softcap": -1.0},
+            "`segment_attention`: `softcap` is -1.0; expected a finite number above 0. None or 0 means no cap.",
         ),
+        (
+            {"window": (1, 2, 3)},
+            "`window` is (1, 2, 3); expected a number or (left, right). None in a pair leaves a side open.",
+        ),
+        (
+            {"window": (-1, 0)},
+            "`segment_attention`: `window[0]` is -1; expected an int of at least 0. 0 sees no neighbour on this side.",
+        ),
+        (
+            {"chunk": 0},
+            "`segment_attention`: `chunk` is 0; expected an int of at least 1. It counts the positions of a chunk.",
+        ),
+        ({"padding": "none"}, "`padding` is 'none'; expected 'zero' or 'negative'. It says which ids are padding."),
         (
             {"kv_positions": IDS},
             "`kv_positions` is given without `positions`; expected both or `positions` alone. Pass `positions` too.",
@@ -210,3 +224,66 @@ def test_what_is_no_query_is_refused(query: object, said: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
         flexjax.nn.segment_attention(query, K, V, IDS)  # pyright: ignore[reportArgumentType]
     assert str(error.value) == f"`query` is {said}"
+
+
+def _dense(mask: jax.Array) -> jax.Array:
+    """Attention with the mask [B, T, S] and all scores in memory."""
+    logits = jnp.where(mask[:, None], jnp.einsum("btnd,bsnd->bnts", Q, K) / np.sqrt(DIM), -1e30)
+    return jnp.einsum("bnts,bsnd->btnd", jnp.where(mask[:, None], jax.nn.softmax(logits), 0), V)
+
+
+AT = np.arange(TOKENS)
+BEHIND = AT[:, None] - AT
+SAME = np.asarray(IDS)[:, :, None] == np.asarray(IDS)[:, None]
+REAL = SAME & (np.asarray(IDS)[:, :, None] != 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask"),
+    [
+        ({"window": (3, 2), "causal": False}, REAL & (BEHIND <= 3) & (BEHIND >= -2)),
+        ({"window": (None, 1), "causal": False}, REAL & (BEHIND >= -1)),
+        ({"window": (2, 5)}, REAL & (BEHIND <= 2) & (BEHIND >= 0)),
+        ({"chunk": 4}, REAL & (AT[:, None] // 4 == AT // 4) & (BEHIND >= 0)),
+        ({"padding": "negative", "softcap": 0.0}, SAME & (BEHIND >= 0)),
+        ({"or_mask": lambda b, h, q, kv: (q < 6) & (kv < 12)}, REAL & (BEHIND >= 0) | (AT[:, None] < 6) & (AT < 12)),
+        (
+            {"or_mask": lambda b, h, q, kv: q > kv, "causal": False, "mask_mod": masks.causal},
+            REAL & (BEHIND >= 0) | (BEHIND > 0),
+        ),
+    ],
+)
+def test_masks(arguments: dict[str, object], mask: np.ndarray) -> None:
+    out = flexjax.nn.segment_attention(Q, K, V, IDS, **arguments)
+    np.testing.assert_allclose(out, _dense(jnp.asarray(mask)), atol=2e-6)
+
+
+def test_an_or_mask_hides_nothing_where_all_is_seen() -> None:
+    out = flexjax.nn.segment_attention(Q, K, V, causal=False, or_mask=masks.causal)
+    np.testing.assert_allclose(out, flexjax.flex_attention(Q, K, V), atol=1e-6)
+
+
+def test_lse_lengths_and_origin_are_those_of_the_call() -> None:
+    """A step at the end of a cache, whose ids are those of the whole row."""
+    whole, aux = flexjax.nn.segment_attention(Q, K, V, IDS, return_aux=flexjax.AuxRequest(lse=True))
+    origin = flexjax.Origin(query=15)
+    part, some = flexjax.nn.segment_attention(
+        Q[:, 15:17], K, V, IDS, origin=origin, return_aux=flexjax.AuxRequest(lse=True)
+    )
+    np.testing.assert_allclose(part, whole[:, 15:17], atol=2e-6)
+    np.testing.assert_allclose(some.lse, aux.lse[:, 15:17], atol=2e-6)
+    end = flexjax.Origin(query="end")
+    step = flexjax.nn.segment_attention(Q[:, 12:13], K, V, key_value_seq_lengths=13, window=4, origin=end)
+    np.testing.assert_allclose(step, flexjax.nn.segment_attention(Q, K, V, window=4)[:, 12:13], atol=2e-6)
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("arguments", [{}, {"causal": False, "window": 3}, {"causal": False, "chunk": 4}])
+def test_queries_that_stand_nowhere_are_refused(queries: int, arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        flexjax.nn.segment_attention(Q[:, :queries], K, V, **arguments)
+    assert str(error.value) == (
+        f"`positions` is None in a call of {queries} queries and 20 keys; expected the positions of both, "
+        "positions=[B, T] and kv_positions=[B, S], or origin=. Nothing says where the queries stand; "
+        'origin=Origin(query="end") puts them at the end of the keys.'
+    )

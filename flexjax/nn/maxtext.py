@@ -1,0 +1,202 @@
+"""`install`: flexjax in the place of the attention of an installed MaxText, training and decoding."""
+
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.attention import flex_attention
+from flexjax.combine import and_masks
+from flexjax.mod_tools.settings import own
+from flexjax.nn.patches import Installed
+from flexjax.nn.placed_masks import Placed, negative_is_padding
+from flexjax.types import AuxRequest, Implementations, KernelOptions, MaskMod
+
+Array = jax.Array
+Results = tuple[Array, Array | None, Array | None]
+
+
+def install(*, implementation: Implementations | None = None, kernel_options: KernelOptions | None = None) -> Installed:
+    """From now on MaxText attends by flexjax.flex_attention; it also is a context manager, which ends that.
+
+        flexjax.nn.maxtext.install()
+
+    Replaced is AttentionOp.apply_attention, whatever `attention=` the config names, for all models. Honoured are
+    packed rows (a token attends its own document), the attention types global, local_sliding, chunk, mla, full and
+    block_diffusion, soft caps (0 is none), sinks, bidirectional tokens, previous chunks, indexer masks, the two caches
+    of decoding, and record_max_logits. NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged
+    attention, attention dropout and context parallelism. A query that may see no key gives 0; MaxText's dot product
+    gives the mean of all values. Raises ImportError without MaxText.
+    """
+    # by name, because type checkers take `import maxtext` for this module
+    op = importlib.import_module("maxtext.layers.attention_op")
+    attend = functools.partial(_apply, op, implementation=implementation, kernel_options=kernel_options)
+
+    # the names and defaults of MaxText, which AttentionOp.__call__ passes by keyword
+    @own
+    def apply_attention(
+        self: typing.Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        decoder_segment_ids: Array | None,
+        segment_positions: Array | None,
+        lengths: Array | None,
+        model_mode: str,
+        use_ragged_attention: bool = False,
+        previous_chunk: Array | None = None,
+        bidirectional_mask: Array | None = None,
+        sinks: Array | None = None,
+        indexer_mask: Array | None = None,
+        compressed_mask: Array | None = None,
+        record_max_logits: bool = False,
+        decoder_segment_ids_kv: Array | None = None,
+        pad_kv_total: int = 0,
+        compress_ratio: int = 0,
+        *,
+        qk_product_einsum: Callable[..., Array],
+        wv_product_einsum: Callable[..., Array],
+    ) -> Results:
+        """query [B, T, N, D], already scaled; key [B, S, M, D]; value [B, S, M, E] -> (out, max, sum); max and sum are
+        None outside of decoding.
+
+        segment_positions    of use in load-balanced context parallelism only, which is refused
+        lengths              of ragged attention, which is refused
+        the einsums          replaced: flexjax multiplies in the precision of the config
+        """
+        decoding = model_mode == op.MODEL_MODE_AUTOREGRESSIVE
+        reasons = {
+            "compressed attention, whose keys are two sequences": compressed_mask is not None
+            or bool(pad_kv_total or compress_ratio)
+            or self.attention_type == op.AttentionType.COMPRESSED,
+            "MoBA, whose mask needs the keys themselves": bool(self.config.moba),
+            "ragged attention; set use_ragged_attention=False, the ids of the cache say the same": use_ragged_attention
+            and decoding,
+            "attention dropout, which MaxText's dot product leaves out too": self.dropout_rate > 0,
+            "context parallelism; use flexjax.flex_attention(context=...)": self._context_parallel_size() > 1,
+        }
+        for reason, asked in reasons.items():
+            if asked:
+                raise NotImplementedError(f"flexjax.nn.maxtext does not compute {reason}.")
+        call = _Call(self, query.shape[1], key, decoding, decoder_segment_ids, decoder_segment_ids_kv, previous_chunk)
+        return attend(call, query, key, value, bidirectional_mask, sinks, indexer_mask, record_max_logits)
+
+    return Installed([(op.AttentionOp, "apply_attention", apply_attention)])
+
+
+class _Call(typing.NamedTuple):
+    op: typing.Any  # the AttentionOp
+    q_len: int
+    key: typing.Any  # an array, or MaxText's KVTensor
+    decoding: bool
+    ids: Array | None
+    kv_ids: Array | None
+    previous_chunk: Array | None
+
+
+def _apply(
+    module: types.ModuleType,
+    call: _Call,
+    query: Array,
+    key: typing.Any,
+    value: typing.Any,
+    bidirectional_mask: Array | None,
+    sinks: typing.Any,
+    indexer_mask: Array | None,
+    record_max_logits: bool,
+    *,
+    implementation: Implementations | None,
+    kernel_options: KernelOptions | None,
+) -> Results:
+    op, hidden = call.op, module.DEFAULT_MASK_VALUE
+    key, value = (x.dequant() if isinstance(x, module.KVTensor) else x for x in (key, value))
+    op.check_attention_inputs(query, key, value)
+    placed = _placed(call, query.shape[2], key.shape[1])
+    or_mask = None if bidirectional_mask is None else _same_block(module, bidirectional_mask, call, key.shape[1])
+    masks = [_mask_mod(module, call, placed, or_mask)]
+    if indexer_mask is not None:
+        masks.append(lambda b, h, q, kv: indexer_mask[b, q, kv] >= hidden / 2)
+    given = [mask for mask in masks if mask is not None]
+    dtype = query.dtype
+    if op.float32_qk_product:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    # an nnx.Param, where the model has sinks
+    logits = sinks.get_value() if hasattr(sinks, "get_value") else sinks
+    out, aux = flex_attention(
+        query.astype(dtype),
+        key.astype(dtype),
+        value.astype(dtype),
+        score_mod=placed.score_mod(op.attn_logits_soft_cap, None),
+        mask_mod=and_masks(*given) if given else None,
+        scale=1.0,  # MaxText has scaled the query
+        sinks=logits,
+        precision=op.config.matmul_precision,
+        return_aux=AuxRequest(lse=call.decoding, max_scores=record_max_logits),
+        implementation=implementation,
+        kernel_options=kernel_options,
+    )
+    if aux.max_scores is not None:
+        op.max_logits = module.nnx.Intermediate(jnp.maximum(aux.max_scores.max(axis=1), hidden))
+    out = out.astype(query.dtype)
+    if aux.lse is None:
+        return out, None, None
+    # MaxText adds two caches as out * exp(max - both) * sum, which a finite number keeps from NaN where both are hidden
+    top = jnp.maximum(aux.lse, hidden)[..., None]
+    return out, top, jnp.ones_like(top)
+
+
+def _placed(call: _Call, heads: int, kv_len: int) -> Placed:
+    first = 0
+    ids, kv_ids = call.ids, call.ids if call.kv_ids is None else call.kv_ids
+    if call.previous_chunk is not None:
+        first = call.previous_chunk.shape[1]
+        ids = None if ids is None else ids[:, first : first + call.q_len]
+    elif call.decoding and call.q_len == 1:
+        first = kv_len - 1  # the query stands at the end of the cache
+    if call.decoding:
+        ids = kv_ids = None  # they say which slots are filled; _mask_mod reads them
+    return Placed(
+        function="flexjax.nn.maxtext",
+        heads=heads,
+        ids=ids,
+        kv_ids=kv_ids,
+        is_padding=negative_is_padding,
+        first=first,
+    )
+
+
+def _mask_mod(module: types.ModuleType, call: _Call, placed: Placed, or_mask: MaskMod | None) -> MaskMod | None:
+    """The mask of AttentionOp.generate_attention_mask."""
+    op, kinds, ids = call.op, module.AttentionType, call.ids
+    kind = op.attention_type
+    masks: list[MaskMod] = []
+    if call.decoding and ids is not None:
+        masks.append(lambda b, h, q, kv: ids[b, kv] == module.DECODING_ACTIVE_SEQUENCE_INDICATOR)
+    if kind == kinds.BLOCK_DIFFUSION and not call.decoding:
+        size, first = op.causal_block_size, placed.first
+        masks.append(lambda b, h, q, kv: (q + first) // size >= kv // size)
+    causal = not call.decoding and kind not in (kinds.FULL, kinds.BLOCK_DIFFUSION)
+    window = chunk = None
+    if causal or ids is not None:  # without both, MaxText hides nothing
+        window = op.sliding_window_size if kind == kinds.LOCAL_SLIDING else None
+        chunk = op.chunk_attn_window_size if kind == kinds.CHUNK else None
+        if kind == kinds.LOCAL_SLIDING and window is None:
+            raise ValueError("`sliding_window_size` is None; expected an int for local_sliding attention. Set it.")
+        causal = causal or window is not None or chunk is not None
+    return placed.mask_mod(*masks, causal=causal, window=window, chunk=chunk, or_mask=or_mask)
+
+
+def _same_block(module: types.ModuleType, bidirectional_mask: Array, call: _Call, kv_len: int) -> MaskMod:
+    """True within each run of tokens that `bidirectional_mask`, bool [B, T], marks."""
+    tokens = bidirectional_mask.shape[1]
+    if (tokens, tokens) != (call.q_len, kv_len):
+        raise NotImplementedError(
+            f"flexjax.nn.maxtext: bidirectional_mask has {tokens} tokens in a call of {call.q_len} queries and "
+            f"{kv_len} keys; it computes whole rows only."
+        )
+    blocks = module._make_block_mask_indices(bidirectional_mask)
+    return lambda b, h, q, kv: (blocks[b, q] == blocks[b, kv]) & (blocks[b, q] > 0)

@@ -1,0 +1,85 @@
+"""Whole models of MaxText, tiny, with flexjax.nn.maxtext.install and with MaxText's own dot product."""
+
+import importlib.util
+import os
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax.nn
+
+if importlib.util.find_spec("maxtext") is None:
+    pytest.skip("flexjax.nn.maxtext adapts to MaxText: pip install maxtext", allow_module_level=True)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what MaxText imports is deprecated in places
+    import maxtext
+    from flax import linen
+    from maxtext.configs import pyconfig
+    from maxtext.models import models
+    from maxtext.utils import maxtext_utils
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+TOKENS, VOCABULARY = 16, 64
+TINY = dict(
+    base_emb_dim=32, base_num_query_heads=4, base_num_kv_heads=2, base_mlp_dim=32, base_num_decoder_layers=2, head_dim=8,
+    vocab_size=VOCABULARY, max_target_length=TOKENS, per_device_batch_size=1, attention="dot_product", dtype="float32",
+    dataset_type="synthetic", hardware="cpu", skip_jax_distributed_system=True, enable_checkpointing=False, run_name="tiny",
+)  # fmt: skip
+EXPERTS = dict(num_experts=2, num_experts_per_tok=1, base_moe_mlp_dim=16)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+CONFIGS = {
+    "llama": {},
+    "gemma3": dict(
+        model_name="gemma3-4b", base_num_decoder_layers=6, sliding_window_size=4, attn_logits_soft_cap=2.0
+    ),
+    "llama4": dict(
+        model_name="llama4-17b-16e", base_num_decoder_layers=4, chunk_attn_window_size=4, scan_layers=False, **EXPERTS
+    ),
+    "gpt-oss": dict(
+        model_name="gpt-oss-20b", base_num_decoder_layers=2, sliding_window_size=4, inhomogeneous_layer_cycle_interval=2,
+        **EXPERTS,
+    ),
+    "deepseek": dict(
+        decoder_block="deepseek", attention_type="mla", base_num_kv_heads=4, first_num_dense_layers=1, shared_experts=1,
+        **LATENT, **EXPERTS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_has_the_loss_and_gradients_of_the_dot_product(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = TINY | dict(override_model_config=True, base_output_directory=str(tmp_path)) | CONFIGS[name]
+    base = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+    config = pyconfig.initialize(["", base, *(f"{k}={v}" for k, v in options.items())])
+    mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
+    rows = max(2, mesh.size)
+    tokens = jax.random.randint(jax.random.key(0), (rows, TOKENS), 0, VOCABULARY)
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], rows, 0).repeat([8, 5, 3], axis=1))  # two documents and padding
+    given = tokens, jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape), ids
+    calls = []
+    real = flexjax.nn.maxtext.flex_attention
+    monkeypatch.setattr(flexjax.nn.maxtext, "flex_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    with mesh, linen.logical_axis_rules(config.logical_axis_rules):
+        model = models.transformer_as_linen(config, mesh, quant=None, model_mode="train")
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        weights = model.init(keys, *given, enable_dropout=False)
+
+        def loss(weights: object) -> jax.Array:
+            out = model.apply(weights, *given, enable_dropout=False)
+            return jnp.mean(out.astype(jnp.float32) ** 2 * (ids != 0)[..., None])
+
+        wanted, expected = jax.jit(jax.value_and_grad(loss))(weights)
+        assert not calls
+        with flexjax.nn.maxtext.install():
+            got, found = jax.jit(jax.value_and_grad(lambda weights: loss(weights)))(weights)
+    assert calls
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-2))
