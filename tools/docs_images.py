@@ -46,8 +46,7 @@ def figures() -> dict[str, Figure]:
         "scores": visualize.scores(
             query, key, score_mod=mods.softcap(2.0), mask_mod=masks.sliding_window(6), heads=[0, 1]
         ),
-        "mask": visualize.mask(masks.prefix_lm(300), 1024, 1024),
-        "natten": visualize.mask(masks.natten_2d((16, 16), (5, 5)), 256, 256),
+        "mask": visualize.mask(masks.prefix_lm(30), 96, 96),  # cells of 2 pixels on a phone too
         "block_mask": blocks,
     }
 

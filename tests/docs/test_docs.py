@@ -3,9 +3,12 @@
 import importlib.util
 import pathlib
 import re
+import textwrap
+import warnings
 
 import pytest
 
+from flexjax.backends.mosaic_gpu.support import OLDEST_JAX
 from tests.marks import some_slow
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -16,7 +19,9 @@ runs them on Python 3.12."""
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    # those in tabs are indented
+    found = re.findall(r"^( *)```python\n(.*?)^\1```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def needs(block: str) -> str | None:
@@ -35,7 +40,10 @@ def test_blocks_run(page: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monke
         library = needs(block)
         if library is not None and importlib.util.find_spec(library) is None:
             continue
-        exec(compile(block, page, "exec"), names)
+        with warnings.catch_warnings():
+            if library is not None:
+                warnings.simplefilter("ignore")  # those of the library, when it is imported
+            exec(compile(block, page, "exec"), names)
 
 
 def test_explain_prints_what_its_page_shows() -> None:
@@ -52,6 +60,23 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(listed) == PAGES
 
 
+def test_the_page_of_versions_names_the_bounds() -> None:
+    page = (DOCS / "versions.md").read_text()
+    (oldest,) = re.findall(r'"jax>=([\d.]+)"', (DOCS.parent / "pyproject.toml").read_text())
+    assert f"| {oldest} |" in page
+    assert f"GPU kernels need jax {'.'.join(map(str, OLDEST_JAX[:2]))} or later" in page
+
+
+def test_the_search_splits_names() -> None:
+    (separator,) = re.findall(r"^ +separator: '(.*)'$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
+    for text, words in {
+        "masks.sliding_window(128)": ["masks", "sliding", "window", "128"],
+        "`q_idx - kv_idx`": ["q", "idx", "kv", "idx"],
+        "BlockMask 0.11": ["Block", "Mask", "0.11"],
+    }.items():
+        assert [word for word in re.split(separator, text) if word] == words
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_images_lead_somewhere(page: str) -> None:
     """Pages and images of the site; mkdocs checks anchors when it builds."""
@@ -60,6 +85,11 @@ def test_links_and_images_lead_somewhere(page: str) -> None:
             assert (DOCS / target).is_file(), target
 
 
-def test_the_page_of_examples_names_every_script() -> None:
+def test_the_page_of_examples_shows_every_script_and_a_picture() -> None:
     scripts = {path.name for path in (DOCS.parent / "examples").glob("*.py") if "def main(" in path.read_text()}
-    assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE))
+    page = (DOCS / "examples.md").read_text()
+    assert scripts == set(re.findall(r"^\| \[`(\w+\.py)`\]\(#\w+py\) \|", page, re.MULTILINE))
+    sections = dict(re.findall(r"^## (\S+)\n\n(!.*\n)", page, re.MULTILINE))
+    assert scripts == set(sections) == set(re.findall(r'--8<-- "(\S+)"', page))
+    for script, picture in sections.items():
+        assert re.search(rf"\]\(images/.*\b{script.removesuffix('.py')}\.(png|svg)\)$", picture), script

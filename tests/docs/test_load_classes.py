@@ -37,7 +37,7 @@ def test_each_mod_reads_its_class(kind) -> None:
     score_mod = lambda s, b, h, q, kv: kind.apply(s, b, h, q, kv, table, buckets)
     text = flexjax.explain(x, x, x, score_mod=score_mod)
     (shape,) = {kind.table(64, 2)}
-    (name,) = re.findall(rf"(c\d+) float32\[{','.join(map(str, shape))}\]", text)
+    (name,) = re.findall(rf"(\w+) float32\[{','.join(map(str, shape))}\]", text)
     assert re.search(rf"load {name}\[.*\]  {kind.name}$", text, re.MULTILINE), text
 
 

@@ -11,7 +11,7 @@ import pytest
 import flexjax
 
 ROOT = pathlib.Path(__file__).parents[2]
-WITHOUT_ENTRY = {"masks", "mods", "nn", "paged", "visualize", "ScoreMod", "MaskMod", "Layout", "Implementation"}
+WITHOUT_ENTRY = {"masks", "mods", "nn", "paged", "visualize"}
 
 
 def entries(page: str) -> dict[str, str]:
@@ -43,6 +43,12 @@ def test_each_public_function_has_an_entry() -> None:
     assert set(flexjax.__all__) - WITHOUT_ENTRY <= set(found)
     for name in set(flexjax.__all__) - WITHOUT_ENTRY:
         assert named(found[name]) is getattr(flexjax, name), name
+
+
+def test_each_function_of_paged_has_an_entry() -> None:
+    found = entries("api.md")
+    for name in flexjax.paged.__all__:
+        assert named(found[name]) is getattr(flexjax.paged, name), name
 
 
 @pytest.fixture(scope="module")
