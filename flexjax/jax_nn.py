@@ -1,7 +1,7 @@
 """`dot_product_attention`, with the arguments of jax.nn.dot_product_attention, computed by `flex_attention`.
 
 Bias, masks and windows become score and mask functions over captured arrays. Blocks that they hide are skipped, and the
-bias gets its gradient without an intermediate of shape [B, N, T, S]. Dimensions of size 1 are read at index 0 and not broadcast.
+bias gets its gradient without an intermediate of shape [B, N, T, S].
 """
 
 import math
@@ -14,11 +14,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flexjax.attention import flex_attention
-from flexjax.call_arguments import Arguments
+from flexjax.call.arguments import Keywords
 from flexjax.combine import and_masks
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, kind_of, public
+from flexjax.mod_tools.settings import own
 from flexjax.plan.kernel_plan import FLOAT8
-from flexjax.types import ArrayArgument, AuxRequest, Implementations, MaskMod
+from flexjax.types import ArrayArgument, AuxRequest, Implementations, MaskMod, Quantized
 
 Array = jax.Array
 Lookup = Callable[[Array, Array, Array, Array], Array]
@@ -46,9 +47,7 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[False] = False,
     **options: typing.Unpack[Options],
-) -> Array:
-    """The type of a call without return_residual: out alone. The function itself is documented below."""
-    ...
+) -> Array: ...
 
 
 @typing.overload
@@ -61,11 +60,11 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[True],
     **options: typing.Unpack[Options],
-) -> tuple[Array, Array]:
-    """The type of a call with return_residual: (out, logsumexp). The function itself is documented below."""
-    ...
+) -> tuple[Array, Array]: ...
 
 
+@public
+@own
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -83,31 +82,28 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """softmax(where(mask, scale * query . key + bias, -inf)) . value, as jax.nn.dot_product_attention.
 
-    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. An array of three axes has
-            batch 1. A key and value of batch 1 serve every batch entry; a query of batch 1 needs keys of batch 1
-    bias    added to the scores, broadcastable to [B, N, T, S]; differentiable
-    mask    bool, True where the query attends to the key, broadcastable to [B, N, T, S]
-    scale   as in flex_attention: a number, or a jax scalar, which may be traced and gets a gradient
-    is_causal                hides keys after the query position
-    query_seq_lengths        int [B]: queries past their length do not exist and give 0
-    key_value_seq_lengths    int [B]: keys past their length do not exist, whatever their slots hold
-    local_window_size        (left, right): keys from query - left to query + right; one integer for both sides. Negative
-                             numbers leave out the query's own position; fractions of a pair are rounded down. Jax scalars may be
-                             traced and compile nothing
-    implementation           as in flex_attention; there is no 'cudnn'
-    return_residual          also return the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
+    query        [B, T, N, D] or [T, N, D]; of batch 1 it needs keys of batch 1
+    key, value   [B or 1, S, M, D] or [S, M, D]; M divides N
+    bias         added to the scores, broadcastable to [B, N, T, S]; differentiable
+    mask         bool, True where the query attends to the key, broadcastable to [B, N, T, S]
+    scale, implementation  as in flex_attention; there is no 'cudnn'
+    is_causal    hides keys after the query position
+    query_seq_lengths, key_value_seq_lengths  int [B]: queries and keys past their length do not exist
+    local_window_size  (left, right): keys from query - left to query + right; one integer for both sides. Negative
+                 numbers leave out the query's own position, fractions of a pair are rounded down, jax scalars may be
+                 traced
+    return_residual  also return the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
-    Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit, for integer and float8 inputs, a complex bias and
-    implementation='cudnn'; NotImplementedError if no backend accepts the call.
+    Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit, integer
+    and float8 inputs and a complex bias; NotImplementedError if no backend accepts the call.
 
-    Three results differ from those of jax.nn. A query whose keys are all hidden gives 0, logsumexp -inf and zero gradients, as
-    elsewhere in flexjax; jax.nn gives it the mean of the values that the mask hides, or NaN where a bias of -inf hides all keys.
-    Integer inputs are refused; jax.nn rounds their probabilities to integers. The softmax of float64 inputs is float64 here and
-    float32 there.
+    Three results differ from those of jax.nn. A query whose keys are all hidden gives 0, logsumexp -inf and zero
+    gradients; jax.nn gives the mean of the hidden values, or NaN for a bias of -inf. Integer inputs are refused. The
+    softmax of float64 inputs is float64.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x is None:
-            raise bad_argument(name, "None", "an array", "Pass a jax.Array or a numpy array.")
+        if x is None or isinstance(x, Quantized):
+            raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
     query = jnp.asarray(query)
     q, k, v = (_four_axes(name, jnp.asarray(x)) for name, x in (("query", query), ("key", key), ("value", value)))
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -130,7 +126,7 @@ def dot_product_attention(
             raise bad_argument("bias", f"of dtype {bias.dtype.name}", "a real dtype", "Pass its real part, bias.real.")
         look_up = broadcast_lookup("bias", bias, full)
         score_mod = lambda score, *at: score + look_up(*at).astype(score.dtype)
-    arguments: Arguments[ArrayArgument] = {
+    arguments: Keywords[ArrayArgument] = {
         "score_mod": score_mod,
         "mask_mod": and_masks(*parts) if parts else None,
         "scale": scale,
@@ -148,12 +144,7 @@ def dot_product_attention(
 
 
 def _four_axes(name: str, x: Array) -> Array:
-    """x with leading axes of size 1 added until it is [B, tokens, heads, dim].
-
-    name   of the argument, for messages
-
-    Raises ValueError for integers and float8, and for arrays of 0 dims or of more than four.
-    """
+    """x as [B, tokens, heads, dim], with leading axes of size 1 added. Raises ValueError for integers and float8."""
     if not 1 <= x.ndim <= 4:
         raise bad_argument(
             name, f"of shape {x.shape}", "1 to 4 dims, [B, tokens, heads, dim]", "Use jax.vmap for more."
@@ -163,7 +154,8 @@ def _four_axes(name: str, x: Array) -> Array:
             name,
             f"{x.dtype.name}{list(x.shape)}",
             "a floating array",
-            "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1.",
+            "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 "
+            "or 1.",
         )
     if x.dtype == FLOAT8:
         raise bad_argument(
@@ -176,9 +168,7 @@ def _four_axes(name: str, x: Array) -> Array:
 
 
 def _checked_implementation(implementation: Implementations | None) -> Implementations | None:
-    """The argument itself, whose other names flex_attention checks. Raises ValueError for 'cudnn', alone or in a list, a name that jax.nn
-    has and flexjax does not have.
-    """
+    """The argument itself. Raises ValueError for 'cudnn', which flexjax does not have."""
     given: object = implementation
     if given == "cudnn" or (isinstance(given, list | tuple) and "cudnn" in given):
         raise bad_argument(
@@ -195,13 +185,8 @@ UNBOUNDED = 2**30
 
 
 def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
-    """The mask mod of the argument local_window_size: True for keys from q_idx - left to q_idx + right, both included.
-
-    size   (left, right) in tokens, or one integer for both
-
-    As in jax.nn, numbers may be negative, fractions of a pair round down, and one number must be an integer. Raises ValueError for
-    anything else.
-    """
+    """The mask mod of local_window_size: True for keys from q_idx - left to q_idx + right. Raises ValueError."""
+    # as in jax.nn, a single number must be an integer, and a pair may be fractions
     many = isinstance(size, list | tuple) or getattr(size, "ndim", 0) == 1
     pair = tuple(typing.cast(Sequence[ArrayLike], size)) if many else (size, size)
     sides = [x for x in map(_tokens, pair) if x is not None]
@@ -216,11 +201,7 @@ def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
 
 
 def _tokens(size: object) -> int | Array | None:
-    """The number of tokens on one side of a window, rounded down and limited to +-UNBOUNDED.
-
-    An int, or an int32 scalar if `size` is a jax scalar, whose NaN counts as -UNBOUNDED (an empty window). None if
-    `size` is no number: a string, an array that is no scalar, a complex number, or NaN in Python.
-    """
+    """The tokens on one side of a window, rounded down and cut to +-UNBOUNDED; None if `size` is no number."""
     if isinstance(size, Array):
         if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):
             return None
@@ -239,14 +220,11 @@ def _tokens(size: object) -> int | Array | None:
 
 
 def _shown(x: object) -> str:
-    """An argument in an error message: an array as dtype and shape, anything else as its repr."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else repr(x)
 
 
 def _lengths(name: str, values: ArrayLike | None, batch: int) -> Array | None:
-    """The argument `name`, whose value is `values`, a length for each batch entry, as an integer array [batch]; None for None. Raises
-    ValueError for another shape, a single number included, and for other dtypes.
-    """
+    """The lengths as an integer array [batch]; None for None. Raises ValueError, for a single number too."""
     if values is None:
         return None
     lengths = jnp.asarray(values)
@@ -261,12 +239,7 @@ def _lengths(name: str, values: ArrayLike | None, batch: int) -> Array | None:
 
 
 def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -> Lookup:
-    """A function (b, h, q_idx, kv_idx) -> the element of `array` that broadcasting would put at this entry.
-
-    full   the sizes (B, N, T, S) to which the array broadcasts
-
-    Dimensions of size 1 are read at index 0. Raises ValueError, for the argument `name`, if the array does not broadcast.
-    """
+    """(b, h, q_idx, kv_idx) -> the element of `array`, broadcast to `full` = (B, N, T, S). Raises ValueError."""
     shape = (1,) * (4 - array.ndim) + tuple(array.shape)
     if array.ndim > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         raise bad_argument(
@@ -278,7 +251,6 @@ def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -
     four = array.reshape(shape)
 
     def look_up(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The element of the array for one entry of the attention matrix, a scalar; dimensions of size 1 are read at 0."""
         return four[tuple(0 if n == 1 else i for i, n in zip((b, h, q_idx, kv_idx), shape, strict=True))]
 
     return look_up

@@ -1,10 +1,8 @@
 """Merges attention over parts of the keys: the formula of split keys, shared prefixes and split sequences.
 
-With lse_s and out_s the row statistics and outputs of a part s over its own keys:
-
     lse = log sum_s exp(lse_s)        out = sum_s exp(lse_s - lse) out_s
 
-A part without keys for a row has lse_s = -inf and weight 0, also where all parts are -inf.
+for the lse_s and out_s of each part s over its own keys. A part without keys for a row has lse_s = -inf and weight 0.
 """
 
 import jax
@@ -12,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.errors import bad_argument, kind_of
+from flexjax.errors import bad_argument, kind_of, public
+from flexjax.mod_tools.settings import own
 
 Array = jax.Array
 
 
+@public
+@own
 def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, axis: int = 0) -> tuple[Array, Array]:
     """Attention over all keys from K calls, each over some of them: (out [..., E], lse [...]).
 
@@ -24,10 +25,9 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
     lses   [K, ...]: their lse, natural logarithms, as `AuxRequest(lse=True)` returns them
     axis   of lses, and of outs, along which the K calls lie
 
-    Each key must be in exactly one call. A state whose lse is -inf has weight 0, whatever its out is; a row in which all are -inf gives
-    0 and -inf. Sinks are one more column of the softmax: give them to one of the calls, or each of them counts. Sums are in the
-    dtype of lses, out is in that of outs. The order of additions is that of the states, so the result does not depend on what else
-    is in the batch. Differentiable. Raises ValueError for other types and shapes.
+    Each key must be in exactly one call; give sinks to one of the calls. A row in which all lse are -inf gives 0 and
+    -inf. Sums are in the dtype of lses and in the order of the calls; out has the dtype of outs. Differentiable. Raises
+    ValueError for other types and shapes.
 
     Example, a prefix that all requests share, with its own keys merged in:
 
@@ -61,9 +61,7 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
 
 
 def joint_lse(parts: Array) -> Array:
-    """log sum_s exp(parts[s]) over the first axis of `parts` [K, ...], elementwise [...]; -inf, with gradients of 0, where all parts are
-    -inf.
-    """
+    """log sum_s exp(parts[s]) of [K, ...], elementwise [...]; -inf, with gradients of 0, where all parts are -inf."""
     top = lax.stop_gradient(jnp.max(parts, 0))
     top = jnp.where(jnp.isneginf(top), 0, top)
     total = jnp.sum(jnp.exp(parts - top), 0)
@@ -72,10 +70,7 @@ def joint_lse(parts: Array) -> Array:
 
 
 def weight_of(part: Array, whole: Array) -> Array:
-    """exp(part - whole), elementwise: the weight of a part of the keys with lse `part` in a row with lse `whole`.
-
-    0, with gradients of 0, where part is -inf.
-    """
+    """exp(part - whole), elementwise: the weight of a part of the keys; 0, with gradients of 0, where part is -inf."""
     empty = jnp.isneginf(part)
     distance = jnp.where(empty, 0, part) - jnp.where(jnp.isneginf(whole), 0, whole)
     return jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, distance)))

@@ -1,7 +1,7 @@
 """Casts of arrays inside jax.shard_map, so that they vary over the same mesh axes.
 
-Inside shard_map the type of an array says over which mesh axes its values differ between devices. A primitive whose arguments vary
-over different axes would have to say over which its results do; casting its arguments first says that.
+Inside shard_map the type of an array says over which mesh axes its values differ between devices. A primitive whose
+arguments vary over different axes would have to say over which its results do.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ Tree = TypeVar("Tree")
 
 
 def varying_alike(flat: Sequence[Array]) -> list[Array]:
-    """The arrays, cast to vary over the union of the mesh axes that any of them varies over inside shard_map; the arrays themselves
-    outside of it.
+    """The arrays, cast to vary over the union of their mesh axes inside shard_map.
 
     The transpose of the cast adds up the gradients of the devices that share an array.
     """
@@ -26,9 +25,6 @@ def varying_alike(flat: Sequence[Array]) -> list[Array]:
 
 
 def varying_as(like: Array, tree: Tree) -> Tree:
-    """The arrays of a tree, cast to vary over the mesh axes that `like` or one of them varies over inside shard_map.
-
-    A loop must return the type with which it starts, so its carry has to vary as the operands do before it begins.
-    """
+    """The arrays of a tree, cast to vary as `like` does too: a loop must return the type with which it starts."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, varying_alike([like, *leaves])[1:])

@@ -1,8 +1,6 @@
 """Ready-made masks: functions `(b, h, q_idx, kv_idx) -> bool` of int32 scalars, and factories of them. One idea a file.
 
-The arguments are the batch entry, the query head, the position of the query and the position of the key. A query sees a key if
-the mask is True there. In a docstring, `mask = ...` is the formula of the mask and a picture shows its value for each query
-(line) and key (column), `#` for True.
+In a docstring, `mask = ...` is the formula, and a picture shows the mask for each query (line) and key (column).
 """
 
 from flexjax.masks.batched import batched as batched

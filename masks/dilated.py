@@ -9,26 +9,16 @@ from flexjax.mod_tools.signatures import MaskMod, named
 def dilated_window(window: int, dilation: int) -> MaskMod:
     """mask = (q_idx >= kv_idx) & (q_idx - kv_idx < window * dilation) & ((q_idx - kv_idx) % dilation == 0)
 
-    window:    int of at least 1: how many keys a query sees.
+    window:    int of at least 1: how many keys a query sees, `q, q - dilation, .., q - (window - 1) * dilation`.
     dilation:  int of at least 1: distance between neighbouring keys of the window; 1 means no gaps.
+    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1, causal. Raises ValueError for other numbers.
+    Picture of `dilated_window(2, 2)`, 5 x 5:
 
-    The width is exact: query `q` sees the `window` keys `q, q - dilation, .., q - (window - 1) * dilation`
-    (fewer only where the sequence begins).
-
-    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1, here in its causal form.
-
-    Raises ValueError if either is less than 1 or not an int.
-
-    Picture of `dilated_window(3, 2)`, 8 x 8:
-
-        # . . . . . . .
-        . # . . . . . .
-        # . # . . . . .
-        . # . # . . . .
-        # . # . # . . .
-        . # . # . # . .
-        . . # . # . # .
-        . . . # . # . #
+        # . . . .
+        . # . . .
+        # . # . .
+        . # . # .
+        . . # . #
     """
     window = integer("dilated_window", "window", window, 1, "A query sees `window` keys, itself included.")
     dilation = integer("dilated_window", "dilation", dilation, 1, "Pass 1 for a window without gaps.")
@@ -37,7 +27,6 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
 
     @named(f"dilated_window_{window}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key is the query's own or one of the window before it, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
         return (distance >= 0) & (distance < width) & (distance % dilation == 0)
 
@@ -45,29 +34,18 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
 
 
 def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
-    """mask = (q_idx - kv_idx <= left * dilation) & (kv_idx - q_idx <= right * dilation)
-           & ((q_idx - kv_idx) % dilation == 0)
+    """mask = (-right * dilation <= q_idx - kv_idx <= left * dilation) & ((q_idx - kv_idx) % dilation == 0)
 
     left:      int of at least 0: how many keys before its own a query sees.
     right:     int of at least 0: how many keys after its own a query sees.
     dilation:  int of at least 1: distance between neighbouring keys of the window; 1 means no gaps.
+    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1. Raises ValueError for other numbers.
+    Picture of `dilated_two_sided_window(1, 1, 2)`, 4 x 5:
 
-    The width is exact: `left + 1 + right` keys, fewer only at the ends.
-
-    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1.
-
-    Raises ValueError if `left` or `right` is negative, `dilation` is less than 1, or any is not an int.
-
-    Picture of `dilated_two_sided_window(1, 2, 2)`, 8 x 8:
-
-        # . # . # . . .
-        . # . # . # . .
-        # . # . # . # .
-        . # . # . # . #
-        . . # . # . # .
-        . . . # . # . #
-        . . . . # . # .
-        . . . . . # . #
+        # . # . .
+        . # . # .
+        # . # . #
+        . # . # .
     """
     call = "dilated_two_sided_window"
     left = integer(call, "left", left, 0, "It counts the keys before the query's own.")
@@ -78,7 +56,6 @@ def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
 
     @named(f"dilated_two_sided_window_{left}_{right}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key is in the window before or after the query, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
         return (distance <= before) & (-distance <= after) & (distance % dilation == 0)
 

@@ -1,10 +1,7 @@
-"""Several documents packed into one sequence: a query sees the keys of its own document.
-
-Documents are described by an id for each token, by their lengths, or by offsets: where each document starts and where the last
-one ends.
-"""
+"""Several documents packed into one sequence: a query sees the keys of its own document."""
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import LARGEST, integer_array, position_array
+from flexjax.mod_tools.made_for import Size, of_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 MOST_TRACED = 256
@@ -32,96 +30,73 @@ def document(
 ) -> MaskMod:
     """mask = segment_ids[b, q_idx] == kv_segment_ids[b, kv_idx]
 
-    segment_ids:     integer `[T]` or `[B, T]`: the document of each query.
+    segment_ids:     integer `[T]` or `[B, T]`: the document of each query, best sorted.
     kv_segment_ids:  integer `[S]` or `[B, S]`: the document of each key; `segment_ids` if None.
-    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other; a
-                     row of fewer documents ends in zeros.
-    offsets:         instead of ids: integer `[n + 1]` or `[B, n + 1]`, where each document starts and the last one ends,
-                     as in torch's nested tensors and FlashAttention's cu_seqlens.
+    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document; a short row ends in zeros.
+    offsets:         instead of ids: integer `[n + 1]` or `[B, n + 1]`, as in FlashAttention's cu_seqlens.
+    All may be traced. Ids that the other side lacks (-1 for queries, -2 for keys) mark padding. Tokens outside of the
+    offsets, or past the sum of the lengths, see nothing. Join it to `causal` for packed language models.
+    A call of other sizes raises ValueError. Source: Krell et al., "Efficient Sequence Packing", arXiv:2107.02027.
+    Raises ValueError unless one of `segment_ids`, `lengths` and `offsets` is given, for arrays that do not fit, and for
+    traced lengths or offsets of more than 256 documents.
+    Picture of `document(np.array([0, 0, 1, 1]))`, 4 x 4:
 
-    A query sees the keys of its own document.  Ids need not be sorted or consecutive, though blocks are
-    skipped best when they are sorted.  All arrays may be traced.  To give queries or keys no partner at all,
-    use ids that the other side lacks (-1 for padding queries, -2 for padding keys).  Tokens before the first offset
-    and past the last one, or past the sum of the lengths, belong to no document: they see nothing.  Documents of
-    length 0 are allowed; lengths below 0 and offsets that do not ascend make no sense and are not looked for.  For
-    packed language models combine it with `causal`.
-
-    Sizes are not checked against those of the call: an index past the end of the ids, or past the rows of an array,
-    reads the last one.
-
-    Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
-
-    Raises ValueError if an array is empty, not integer or has other than one or two axes, if not exactly one of
-    `segment_ids`, `lengths` and `offsets` is given, if `kv_segment_ids` is given without `segment_ids`, or if traced lengths
-    or offsets describe more than 256 documents.
-
-    Picture of `document(np.array([0, 0, 0, 1, 1, 2, 2, 2]))`, 8 x 8:
-
-        # # # . . . . .
-        # # # . . . . .
-        # # # . . . . .
-        . . . # # . . .
-        . . . # # . . .
-        . . . . . # # #
-        . . . . . # # #
-        . . . . . # # #
+        # # . .
+        # # . .
+        . . # #
+        . . # #
     """
     given = [n for n, x in (("segment_ids", segment_ids), ("lengths", lengths), ("offsets", offsets)) if x is not None]
     if len(given) != 1:
         raise ValueError(
-            f"`document` got {' and '.join(f'`{n}`' for n in given) or 'no description of the documents'}; expected exactly one "
-            "of `segment_ids`, `lengths` and `offsets`. They say the same thing in three ways."
+            f"`document` got {' and '.join(f'`{n}`' for n in given) or 'no description of the documents'}; expected "
+            "exactly one of `segment_ids`, `lengths` and `offsets`. They say the same thing in three ways."
         )
     if segment_ids is None:
         if kv_segment_ids is not None:
             raise ValueError(
-                f"`document` got `kv_segment_ids` beside `{given[0]}`; expected it beside `segment_ids`. Number the keys with "
-                "`segment_ids` too."
+                f"`document` got `kv_segment_ids` beside `{given[0]}`; expected it beside `segment_ids`. Number the "
+                "keys with `segment_ids` too."
             )
-        return _of_offsets(_offsets_of_lengths(lengths) if offsets is None else _checked_offsets(offsets))
+        made = _offsets_of_lengths(lengths) if offsets is None else _checked_offsets(offsets)
+        return _of_offsets(made, of_array(given[0], made, "B."))
     advice = "Pass the document number of each token."
     q_ids = integer_array("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
-    kv_ids = q_ids
-    if kv_segment_ids is not None:
-        kv_ids = integer_array("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
-        _check_signs(segment_ids=q_ids, kv_segment_ids=kv_ids)
-    return _of_ids(q_ids, kv_ids)
+    sizes = of_array("segment_ids", q_ids, "BT" if kv_segment_ids is not None else "Bt")
+    if kv_segment_ids is None:
+        return _of_ids(q_ids, q_ids, (*sizes, *of_array("segment_ids", q_ids, "BS")))
+    kv_ids = integer_array("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
+    _check_signs(segment_ids=q_ids, kv_segment_ids=kv_ids)
+    return _of_ids(q_ids, kv_ids, (*sizes, *of_array("kv_segment_ids", kv_ids, "BS")))
 
 
 def _check_signs(**ids: Array) -> None:
-    """Raises ValueError if one of the two arrays is uint32 with a known number beyond int32, and the other is signed: jax compares them
-    as int32, in which such a number is a negative one.
-    """
+    """Raises ValueError if one array is uint32 with a known number beyond int32, and the other is signed."""
+    # jax compares them as int32, in which such a number is negative
     for (name, x), (other, y) in itertools.permutations(ids.items(), 2):
         if x.dtype != jnp.uint32 or y.dtype == jnp.uint32 or isinstance(x, Tracer) or not x.is_fully_addressable:
             continue
         most = int(np.asarray(x).max())
         if most > LARGEST:
             raise ValueError(
-                f"`document`: `{name}` has numbers up to {most} beside `{other}` of {y.dtype}; expected numbers that int32 holds, as "
-                f"{most} and {most - 2**32} are the same 32 bits. Number both anew, as np.unique does with return_inverse=True, or give "
-                "both one type."
+                f"`document`: `{name}` has numbers up to {most} beside `{other}` of {y.dtype}; expected numbers that "
+                f"int32 holds, as {most} and {most - 2**32} are the same 32 bits. Number both anew, as np.unique does "
+                "with return_inverse=True, or give both one type."
             )
 
 
-def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:
-    """The mask that compares the document ids of query and key, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`.
+def _of_ids(q_ids: Array, kv_ids: Array, sizes: Sequence[Size]) -> MaskMod:
+    """The mask that compares document ids, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`."""
 
-    One row serves every batch entry. An index past the end of the ids reads the last one.
-    """
-
-    @named("document")
+    @named("document", *sizes)
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether query and key have the same document id."""
         return batched_value_at(q_ids, b, q_idx) == batched_value_at(kv_ids, b, kv_idx)
 
     return mask_mod
 
 
 def _offsets_of_lengths(lengths: ArrayLike | None) -> Array:
-    """The offsets, int32 `[n + 1]` or `[B, n + 1]`, of documents of the given `lengths`, which are not None: the first is 0. Raises
-    ValueError if they are not an integer array of one or two axes.
-    """
+    """The offsets, int32 `[n + 1]` or `[B, n + 1]`, of documents of the given `lengths`. Raises ValueError."""
     assert lengths is not None
     shapes = {1: "[n]", 2: "[B, n]"}
     counted = position_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
@@ -129,20 +104,15 @@ def _offsets_of_lengths(lengths: ArrayLike | None) -> Array:
 
 
 def _checked_offsets(offsets: ArrayLike) -> Array:
-    """The user's offsets as an int32 array; raises ValueError if they are not an integer array of one or two axes."""
     shapes = {1: "[n + 1]", 2: "[B, n + 1]"}
     advice = "Pass where each document starts, and where the last one ends."
     return position_array("document", "offsets", offsets, shapes, advice)
 
 
-def _of_offsets(offsets: Array) -> MaskMod:
-    """The mask of documents that start and end at `offsets`, int32 `[n + 1]` or `[B, n + 1]`; document i has the tokens
-    from offsets[i] to offsets[i + 1] - 1.
+def _of_offsets(offsets: Array, sizes: Sequence[Size]) -> MaskMod:
+    """The mask of documents from offsets[i] to offsets[i + 1] - 1, int32 `[n + 1]` or `[B, n + 1]`.
 
-    A token before the first offset or from the last one on is in no document: it sees no key, and no query sees it.
-    Known offsets become ids of tokens, which a kernel reads faster.  Traced offsets do not say how many tokens there
-    are; the mask then counts, for each token, the offsets after the first that are at most its position.  Raises
-    ValueError for traced offsets of more than MOST_TRACED documents.
+    Known offsets become ids of tokens, which a kernel reads faster. Traced ones do not say how many tokens there are.
     """
     if not isinstance(offsets, Tracer):
         with jax.ensure_compile_time_eval():
@@ -152,20 +122,18 @@ def _of_offsets(offsets: Array) -> MaskMod:
         in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
         q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape), jnp.int32) for nobody in (-1, -2))
-        return _of_ids(q_ids, kv_ids)
+        return _of_ids(q_ids, kv_ids, sizes)
     count = offsets.shape[-1] - 1
     if count > MOST_TRACED:
         raise ValueError(
-            f"`document` got traced offsets or lengths of {count} documents; expected at most {MOST_TRACED}. Pass `segment_ids`, "
-            "for example jnp.repeat(jnp.arange(n), lengths, total_repeat_length=T)."
+            f"`document` got traced offsets or lengths of {count} documents; expected at most {MOST_TRACED}. Pass "
+            "`segment_ids`, for example jnp.repeat(jnp.arange(n), lengths, total_repeat_length=T)."
         )
 
-    @named("document")
+    @named("document", *sizes)
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether one of the traced documents contains both query and key; False if either is in no document."""
-
         def number(index: Array, nobody: int) -> Array:
-            """The number of the document that contains the token at `index`; `nobody` if no document does."""
+            # counts the offsets after the first that are at most `index`
             at = [batched_value_at(offsets, b, jnp.int32(n)) for n in range(count + 1)]
             found = sum(((start <= index).astype(jnp.int32) for start in at[1:]), jnp.int32(0))
             return jnp.where((index >= at[0]) & (index < at[-1]), found, nobody)

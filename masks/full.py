@@ -6,14 +6,10 @@ from jax import Array
 def full(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     """mask = True
 
-    Every query sees every key.  Useful as the neutral element of a choice of masks.
+    Picture of `full`, 2 x 4:
 
-    Picture of `full`, 4 x 8:
-
-        # # # # # # # #
-        # # # # # # # #
-        # # # # # # # #
-        # # # # # # # #
+        # # # #
+        # # # #
     """
     return kv_idx >= 0
 
@@ -21,9 +17,7 @@ def full(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
 def noop_mask(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     """mask = True
 
-    `full` under the name that torch FlexAttention has for it.
-
-    Source: PyTorch, torch.nn.attention.flex_attention.noop_mask.
+    `full` under torch FlexAttention's name. Source: PyTorch, torch.nn.attention.flex_attention.noop_mask.
 
     Picture of `noop_mask`, 2 x 4:
 

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import bool_array, integer
+from flexjax.mod_tools.made_for import of_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -15,54 +16,37 @@ from flexjax.mod_tools.signatures import MaskMod, named
 def global_tokens(tokens: ArrayLike) -> MaskMod:
     """mask = is_global(q_idx) | is_global(kv_idx)
 
-    tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`: which
-             positions are, for as many queries as keys.  The array may be traced.
+    tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`, which may be traced.
+    To be joined to a local mask by or_masks. Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1.
+    A call of other sizes raises ValueError. Raises ValueError for other `tokens`.
+    Picture of `global_tokens(1)`, 4 x 4:
 
-    Alone it hides every pair of ordinary tokens; it is meant to be joined by `|` to a local mask.
-
-    Sizes are not checked against those of the call: an index past the end of `tokens` reads the last element.
-
-    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 ("global attention").
-
-    Raises ValueError if a number is negative or not an int, or an array is not boolean or has other than one or two axes.
-
-    Picture of `global_tokens(2)`, 8 x 8:
-
-        # # # # # # # #
-        # # # # # # # #
-        # # . . . . . .
-        # # . . . . . .
-        # # . . . . . .
-        # # . . . . . .
-        # # . . . . . .
-        # # . . . . . .
+        # # # #
+        # . . .
+        # . . .
+        # . . .
     """
     advice = "Pass how many tokens at the start are global, or a bool for each token."
     if isinstance(tokens, int | float | np.number) or _is_known_integer(tokens):
         return _first_tokens(integer("global_tokens", "tokens", tokens, 0, advice))
     is_global = bool_array("global_tokens", "tokens", tokens, {1: "[T]", 2: "[B, T]"}, advice)
 
-    @named("global_tokens")
+    @named("global_tokens", *of_array("tokens", is_global, "Bt"), *of_array("tokens", is_global, "BS"))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query or the key is a global token."""
         return batched_value_at(is_global, b, q_idx) | batched_value_at(is_global, b, kv_idx)
 
     return mask_mod
 
 
 def _is_known_integer(tokens: object) -> bool:
-    """Whether `tokens` is one integer in a jax or numpy array, and known."""
     if isinstance(tokens, Tracer) or not isinstance(tokens, Array | np.ndarray):
         return False
     return tokens.ndim == 0 and np.issubdtype(tokens.dtype, np.integer)
 
 
 def _first_tokens(count: int) -> MaskMod:
-    """The mask of `global_tokens(count)`: the first `count` positions are global."""
-
     @named(f"global_tokens_{count}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query or the key is one of the first `count` tokens."""
         return (q_idx < count) | (kv_idx < count)
 
     return mask_mod

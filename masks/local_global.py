@@ -5,39 +5,30 @@ from jax.typing import ArrayLike
 
 from flexjax.masks.global_tokens import global_tokens
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.made_for import sizes_of
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
     """mask = (abs(q_idx - kv_idx) <= reach) | is_global(q_idx) | is_global(kv_idx)
 
-    reach:   int of at least 0: how many keys a query sees on each side, `2 * reach + 1` with its own.
-    tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`: which
-             positions are.
+    reach:   int of at least 0: how many keys a query sees on each side.
+    tokens:  as in `global_tokens`: the first `tokens` positions are global, or those of a bool `[T]` or `[B, T]`.
+    A call of other sizes raises ValueError. Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1, whose
+    window `w` has `reach = w // 2`. Raises ValueError for another `reach` and other `tokens`.
+    Picture of `local_global(1, 1)`, 5 x 5:
 
-    Sizes are not checked against those of the call: an index past the end of `tokens` reads the last element.
-
-    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1; its window `w` has `reach = w // 2`.
-
-    Raises ValueError if `reach` is negative or not an int, or `tokens` is refused by `global_tokens`.
-
-    Picture of `local_global(1, 1)`, 8 x 8:
-
-        # # # # # # # #
-        # # # . . . . .
-        # # # # . . . .
-        # . # # # . . .
-        # . . # # # . .
-        # . . . # # # .
-        # . . . . # # #
-        # . . . . . # #
+        # # # # #
+        # # # . .
+        # # # # .
+        # . # # #
+        # . . # #
     """
     reach = integer("local_global", "reach", reach, 0, "It counts the keys on each side of the query's own.")
     everywhere = global_tokens(tokens)
 
-    @named(f"local_global_{reach}")
+    @named(f"local_global_{reach}", *sizes_of(everywhere))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key is at most `reach` positions from the query, or one of the two is global."""
         near = (q_idx - kv_idx <= reach) & (kv_idx - q_idx <= reach)
         return near | everywhere(b, h, q_idx, kv_idx)
 

@@ -1,7 +1,6 @@
 """Cross-attention of a text to the images, or other media, interleaved with it.
 
-Queries are the tokens of the text; keys are the tokens of the media, one medium after the other, each of the same number of
-tokens.
+Keys are the tokens of the media, one medium after the other, each of the same number of tokens.
 """
 
 import jax.numpy as jnp
@@ -11,40 +10,27 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import bool_array, integer, position_array
+from flexjax.mod_tools.made_for import Size, of_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
 @eager
 def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest: bool = True) -> MaskMod:
-    """mask = kv_idx // tokens_per_media == latest[b, q_idx]     (`<=` if not `only_latest`)
+    """mask = kv_idx // tokens_per_media == latest[b, q_idx]
 
         latest = cumsum(is_media) - 1     number of the last medium at or before each text token, -1 for none
 
-    is_media:          bool `[T]` or `[B, T]`: the text tokens at which a medium stands.  May be traced.
+    is_media:          bool `[T]` or `[B, T]`: the text tokens at which a medium stands. May be traced.
     tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
-    only_latest:       a text token sees the last medium at or before it; if False, that one and all before.
+    only_latest:       False: `<=` in place of `==`, all media at or before a token.
+    A call of other sizes raises ValueError. Source: Alayrac et al., "Flamingo", arXiv:2204.14198, section 2.3.
+    Raises ValueError for other arguments.
+    Picture of `interleaved_media(np.array([0, 1, 0, 1], bool), 2)`, 4 x 4:
 
-    Queries are text tokens, keys are media tokens.  Text before the first medium sees nothing, and its output
-    is zero.
-
-    Sizes are not checked against those of the call: an index past the end of `is_media` reads the last element.
-
-    Source: Alayrac et al., "Flamingo: a Visual Language Model for Few-Shot Learning",
-    arXiv:2204.14198, section 2.3.
-
-    Raises ValueError if `is_media` is not boolean or has other than one or two axes, or `tokens_per_media` is
-    less than 1 or not an int.
-
-    Picture of `interleaved_media(np.array([0, 1, 0, 0, 1, 0, 1, 0], bool), 2)`, 8 x 6:
-
-        . . . . . .
-        # # . . . .
-        # # . . . .
-        # # . . . .
-        . . # # . .
-        . . # # . .
-        . . . . # #
-        . . . . # #
+        . . . .
+        # # . .
+        # # . .
+        . . # #
     """
     call = "interleaved_media"
     advice = "Pass True where the text has a medium."
@@ -52,9 +38,8 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
     tokens = integer(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
     latest = jnp.cumsum(places, axis=-1, dtype=jnp.int32) - 1
 
-    @named(f"interleaved_media_{tokens}")
+    @named(f"interleaved_media_{tokens}", *of_array("is_media", places, "BT"))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key is of the last medium at or before the query (or of any earlier one, if not `only_latest`)."""
         medium, last = kv_idx // tokens, batched_value_at(latest, b, q_idx)
         return medium == last if only_latest else medium <= last
 
@@ -65,29 +50,16 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
 def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     """mask = (q_idx >= intervals[m, 0]) & (q_idx < intervals[m, 1]),  m = kv_idx // tokens_per_media
 
-    intervals:         integer `[M, 2]` or `[B, M, 2]`: for each medium, the first text token that sees it and
-                       one past the last.  Intervals may overlap; an empty one hides its medium.
+    intervals:         integer `[M, 2]` or `[B, M, 2]`: the first token that sees each medium and one past the last.
     tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
+    A call of other sizes raises ValueError. Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv:2407.21783,
+    section 7. Raises ValueError for other arguments.
+    Picture of `media_intervals(np.array([[0, 2], [1, 4]]), 2)`, 4 x 4:
 
-    For texts in which several images stand side by side, or an image is referred to later on.
-
-    Sizes are not checked against those of the call: an index past the end of `intervals` reads the last element.
-
-    Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv:2407.21783, section 7.
-
-    Raises ValueError if `intervals` is not integer or of another shape, or `tokens_per_media` is less than 1
-    or not an int.
-
-    Picture of `media_intervals(np.array([[0, 5], [1, 5], [5, 8]]), 2)`, 8 x 6:
-
-        # # . . . .
-        # # # # . .
-        # # # # . .
-        # # # # . .
-        # # # # . .
-        . . . . # #
-        . . . . # #
-        . . . . # #
+        # # . .
+        # # # #
+        . . # #
+        . . # #
     """
     call = "media_intervals"
     advice = "Pass the first text token and one past the last for each medium."
@@ -98,9 +70,11 @@ def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     tokens = integer(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
     first, end = spans[..., 0], spans[..., 1]
 
-    @named(f"media_intervals_{tokens}")
+    keys = first.shape[-1] * tokens
+    source = f"`intervals` {spans.dtype.name}{list(spans.shape)}"
+
+    @named(f"media_intervals_{tokens}", Size("keys", keys, keys, source), *of_array("intervals", spans, "BM2"))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query is in the interval of text tokens that see the key's medium."""
         medium = kv_idx // tokens
         return (q_idx >= batched_value_at(first, b, medium)) & (q_idx < batched_value_at(end, b, medium))
 

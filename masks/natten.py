@@ -1,7 +1,6 @@
 """Neighbourhood attention on a 2-D canvas, such as an image: a query sees the points around its own.
 
-The tokens are the points of a canvas of height x width. Three masks differ in the order in which the canvas is laid out as a
-sequence: row by row, tile by tile, or along the Morton curve.
+Three masks differ in how the canvas is laid out as a sequence: row by row, tile by tile, or along the Morton curve.
 """
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax import Array
 
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import positive_integers
+from flexjax.mod_tools.made_for import Size
 from flexjax.mod_tools.signatures import MaskMod, named
 
 Size2d = tuple[int, int]
@@ -23,35 +23,20 @@ def natten_2d(canvas: Size2d, kernel: Size2d) -> MaskMod:
         y, x = index // width, index % width
 
     canvas:  (height, width): tokens are its points, row by row.
-    kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
+    kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas; it stops moving at an edge.
+    Source: Hassani et al., "Neighborhood Attention Transformer", arXiv:2204.07143. Raises ValueError for other sizes.
+    Picture of `natten_2d((2, 4), (1, 3))`, 5 x 8:
 
-    Every query sees exactly `kernel_y * kernel_x` keys: at an edge the neighbourhood stops moving instead of
-    shrinking.  An even kernel reaches one further to the left than to the right.
-
-    Source: Hassani et al., "Neighborhood Attention Transformer", arXiv:2204.07143.
-
-    Raises ValueError if the sizes are not pairs of positive ints or the kernel exceeds the canvas.
-
-    Picture of `natten_2d((3, 4), (2, 3))`, 12 x 12:
-
-        # # # . # # # . . . . .
-        # # # . # # # . . . . .
-        . # # # . # # # . . . .
-        . # # # . # # # . . . .
-        # # # . # # # . . . . .
-        # # # . # # # . . . . .
-        . # # # . # # # . . . .
-        . # # # . # # # . . . .
-        . . . . # # # . # # # .
-        . . . . # # # . # # # .
-        . . . . . # # # . # # #
-        . . . . . # # # . # # #
+        # # # . . . . .
+        # # # . . . . .
+        . # # # . . . .
+        . # # # . . . .
+        . . . . # # # .
     """
     (height, width), (kernel_y, kernel_x) = _checked("natten_2d", canvas, kernel)
 
-    @named(f"natten_2d_{height}x{width}_{kernel_y}x{kernel_x}")
+    @named(f"natten_2d_{height}x{width}_{kernel_y}x{kernel_x}", *_sizes_of_canvas(height * width))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out row by row."""
         in_y = within(q_idx // width, kv_idx // width, height, kernel_y)
         return in_y & within(q_idx % width, kv_idx % width, width, kernel_x)
 
@@ -66,32 +51,15 @@ def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
 
     canvas:  (height, width).
     kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
-    tile:    (tile_y, tile_x): divides the canvas.  Tiles follow each other row by row, and so do the tokens
-             in a tile; neighbours on the canvas are then mostly neighbours in the sequence, and more
-             blocks are skipped.
+    tile:    (tile_y, tile_x): divides the canvas. Tiles, and the tokens in a tile, follow each other row by row.
+    Source: Hassani et al., "Generalized Neighborhood Attention", arXiv:2504.16922. Raises ValueError for other sizes.
+    Picture of `natten_2d_tiled((2, 4), (1, 3), (2, 2))`, 5 x 8:
 
-    Source: Hassani et al., "Generalized Neighborhood Attention", arXiv:2504.16922 (token permutation).
-
-    Raises ValueError as `natten_2d` does, and if the tile does not divide the canvas.
-
-    Picture of `natten_2d_tiled((4, 4), (3, 3), (4, 2))`, 16 x 16:
-
-        # # # # # # . . # . # . # . . .
-        # # # # # # . . # . # . # . . .
-        # # # # # # . . # . # . # . . .
-        # # # # # # . . # . # . # . . .
-        . . # # # # # # . . # . # . # .
-        . . # # # # # # . . # . # . # .
-        . . # # # # # # . . # . # . # .
-        . . # # # # # # . . # . # . # .
-        . # . # . # . . # # # # # # . .
-        . # . # . # . . # # # # # # . .
-        . # . # . # . . # # # # # # . .
-        . # . # . # . . # # # # # # . .
-        . . . # . # . # . . # # # # # #
-        . . . # . # . # . . # # # # # #
-        . . . # . # . # . . # # # # # #
-        . . . # . # . # . . # # # # # #
+        # # . . # . . .
+        # # . . # . . .
+        . . # # . . # .
+        . . # # . . # .
+        . # . . # # . .
     """
     (height, width), (kernel_y, kernel_x) = _checked("natten_2d_tiled", canvas, kernel)
     advice = "Pass a pair such as (8, 8)."
@@ -103,14 +71,15 @@ def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
         )
 
     def position(index: Array) -> tuple[Array, Array]:
-        """The coordinates (y, x) on the canvas of the token at that index of the sequence."""
         across = index // (tile_y * tile_x) % (width // tile_x)
         down = index // (tile_y * width)
         return down * tile_y + index % (tile_y * tile_x) // tile_x, across * tile_x + index % tile_x
 
-    @named(f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}")
+    @named(
+        f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}",
+        *_sizes_of_canvas(height * width),
+    )
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out tile by tile."""
         (q_y, q_x), (kv_y, kv_x) = position(q_idx), position(kv_idx)
         return within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
 
@@ -123,35 +92,17 @@ def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
 
         x = bits 0, 2, 4, .. of the index,  y = bits 1, 3, 5, .. of the index
 
-    canvas:  (height, width): equal, and a power of two, for the curve to fill the canvas.
+    canvas:  (height, width): equal, and a power of two.
     kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
-
-    Any aligned block of `4 ** n` tokens is a square of the canvas.  The coordinates are captured as two int32
-    arrays `[height * width]`.
-
-    Source: Morton, "A Computer Oriented Geodetic Data Base and a New Technique in File Sequencing", IBM,
-    1966, for the order; arXiv:2204.07143 for the neighbourhood.
-
-    Raises ValueError as `natten_2d` does, and if the canvas is not square with a power of two as its side.
-
-    Picture of `natten_2d_morton((4, 4), (3, 3))`, 16 x 16:
+    Two int32 arrays `[height * width]` are captured. Source: Morton, "A Computer Oriented Geodetic Data Base", IBM,
+    1966, for the order; arXiv:2204.07143. Raises ValueError for other sizes.
+    Picture of `natten_2d_morton((4, 4), (3, 3))`, 5 x 16:
 
         # # # # # . # . # # . . # . . .
         # # # # # . # . # # . . # . . .
         # # # # # . # . # # . . # . . .
         # # # # # . # . # # . . # . . .
         . # . # # # # # . # . . # # . .
-        . # . # # # # # . # . . # # . .
-        . # . # # # # # . # . . # # . .
-        . # . # # # # # . # . . # # . .
-        . . # # . . # . # # # # # . # .
-        . . # # . . # . # # # # # . # .
-        . . # # . . # . # # # # # . # .
-        . . # # . . # . # # # # # . # .
-        . . . # . . # # . # . # # # # #
-        . . . # . . # # . # . # # # # #
-        . . . # . . # # . # . # # # # #
-        . . . # . . # # . # . # # # # #
     """
     (height, width), (kernel_y, kernel_x) = _checked("natten_2d_morton", canvas, kernel)
     if height != width or height & (height - 1):
@@ -162,32 +113,26 @@ def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
     index = np.arange(height * width)
     x, y = (jnp.asarray(_every_other_bit(shifted), jnp.int32) for shifted in (index, index >> 1))
 
-    @named(f"natten_2d_morton_{height}x{width}_{kernel_y}x{kernel_x}")
+    @named(f"natten_2d_morton_{height}x{width}_{kernel_y}x{kernel_x}", *_sizes_of_canvas(height * width))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out along the Morton curve."""
         in_y = within(y[q_idx], y[kv_idx], height, kernel_y)
         return in_y & within(x[q_idx], x[kv_idx], width, kernel_x)
 
     return mask_mod
 
 
-def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
-    """Whether the point `kv` of a line is in the neighbourhood of the point `q` on that line.
+def _sizes_of_canvas(points: int) -> tuple[Size, Size]:
+    return Size("queries", 1, points, "`canvas`"), Size("keys", points, points, "`canvas`")
 
-    q, kv:    int32 scalars: points of the line, counted from 0
-    size:     number of points of the line
-    kernel:   number of points of the neighbourhood, which is shifted at the ends of the line to stay on it
-    """
+
+def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
+    """Whether the point `kv` of a line of `size` is in the neighbourhood of `q`, which stops moving at the ends."""
     start = jnp.clip(q - kernel // 2, 0, size - kernel)
     return (kv >= start) & (kv - start < kernel)
 
 
 def _checked(call: str, canvas: Size2d, kernel: Size2d) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (canvas, kernel) as ints if they are pairs of positive ints and the kernel fits the canvas; else raises
-    ValueError.
-
-    call:   the name of the factory, for the error
-    """
+    """(canvas, kernel) as ints, pairs of which the kernel fits the canvas. Raises ValueError."""
     sides = positive_integers(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
     reach = positive_integers(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
     if any(k > s for k, s in zip(reach, sides, strict=True)):
@@ -199,5 +144,5 @@ def _checked(call: str, canvas: Size2d, kernel: Size2d) -> tuple[tuple[int, ...]
 
 
 def _every_other_bit(codes: np.ndarray) -> np.ndarray:
-    """The numbers whose bits 0, 1, 2, .. are the bits 0, 2, 4, .. of each of the `codes`, an integer array of up to 32 bits."""
+    """The numbers whose bits 0, 1, 2, .. are the bits 0, 2, 4, .. of the `codes`, which have up to 32."""
     return sum((codes >> 2 * bit & 1) << bit for bit in range(16)) + np.zeros_like(codes)

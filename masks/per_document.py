@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_array
+from flexjax.mod_tools.made_for import of_array, sizes_of
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -15,34 +16,21 @@ def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
     """mask = (start[b, q_idx] == start[b, kv_idx]) & mask_mod(b, h, q_idx - start[b, q_idx], kv_idx - start[b, kv_idx])
 
     mask_mod:     a mask of positions in one document, such as `prefix_lm(64)` or `sliding_window(128)`.
-    segment_ids:  integer `[T]` or `[B, T]`: a document is a run of equal ids, and an id that comes again later is another
-                  document.  It may be traced.
+    segment_ids:  integer `[T]` or `[B, T]`, may be traced: a run of equal ids is a document, which begins at `start`.
+    A call of other sizes raises ValueError. Source: PyTorch, "FlexAttention", 2024, "Document masking".
+    Raises ValueError for other arguments.
+    Picture of `per_document(prefix_lm(2), np.array([0, 0, 1, 1, 1]))`, 5 x 5:
 
-    `start` is the first token of a token's document, so every document is masked as if it were alone.  For masks that look
-    at differences of positions only (`causal`, `sliding_window`), and ids of which none comes again, it equals
-    `and_masks(mask_mod, document(segment_ids))`.
-
-    Sizes are not checked against those of the call: an index past the end of `segment_ids` reads the last element.
-
-    Source: PyTorch, "FlexAttention", 2024, section "Document masking" (generate_doc_mask_mod).
-
-    Raises ValueError if `segment_ids` is not integer or has other than one or two axes, or if `mask_mod` is no function.
-
-    Picture of `per_document(prefix_lm(2), np.array([0, 0, 0, 0, 1, 1, 1, 1]))`, 8 x 8:
-
-        # # . . . . . .
-        # # . . . . . .
-        # # # . . . . .
-        # # # # . . . .
-        . . . . # # . .
-        . . . . # # . .
-        . . . . # # # .
-        . . . . # # # #
+        # # . . .
+        # # . . .
+        . . # # .
+        . . # # .
+        . . # # #
     """
     if not callable(mask_mod):
         raise ValueError(
-            f"`per_document`: `mask_mod` is {mask_mod!r}; expected a function of (b, h, q_idx, kv_idx). Pass the mask of one "
-            "document first, then the ids."
+            f"`per_document`: `mask_mod` is {mask_mod!r}; expected a function of (b, h, q_idx, kv_idx). Pass the mask "
+            "of one document first, then the ids."
         )
     shapes = {1: "[T]", 2: "[B, T]"}
     ids = integer_array("per_document", "segment_ids", segment_ids, shapes, "Pass the document number of each token.")
@@ -51,9 +39,15 @@ def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
     start = lax.cummax(jnp.where(begins, tokens, 0), axis=ids.ndim - 1)
     position = tokens - start
 
-    @named(f"per_document_{getattr(mask_mod, '__name__', 'mask')}")
+    inner = tuple(s for s in sizes_of(mask_mod) if s.axis in ("batch", "heads"))  # its positions count in a document
+
+    @named(
+        f"per_document_{getattr(mask_mod, '__name__', 'mask')}",
+        *of_array("segment_ids", ids, "Bt"),
+        *of_array("segment_ids", ids, "BS"),
+        *inner,
+    )
     def restarted(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether query and key are of one document and `mask_mod` lets them see each other at their positions in it."""
         same = batched_value_at(start, b, q_idx) == batched_value_at(start, b, kv_idx)
         return same & mask_mod(b, h, batched_value_at(position, b, q_idx), batched_value_at(position, b, kv_idx))
 

@@ -1,6 +1,6 @@
 """Sliding tile attention: a query sees the tiles of an image or video around its own tile.
 
-The tokens are the points of a canvas, laid out tile by tile; text tokens may follow. All queries of a tile see the same keys.
+The tokens are the points of a canvas, laid out tile by tile; text tokens may follow.
 """
 
 import math
@@ -9,6 +9,7 @@ from jax import Array
 
 from flexjax.masks.natten import within
 from flexjax.mod_tools.factory_arguments import integer, positive_integers
+from flexjax.mod_tools.made_for import ANY, Size
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -16,43 +17,21 @@ def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tupl
     """mask = near | with_text
 
         near = query and key are on the canvas, and within(q_tile, kv_tile, tiles, kernel_tiles) on both axes
-        within(q, kv, size, kernel) = start <= kv < start + kernel
-        start = clip(q - kernel // 2, 0, size - kernel)
+        within(q, kv, size, kernel) = start <= kv < start + kernel,  start = clip(q - kernel // 2, 0, size - kernel)
         with_text = query, key or both are text tokens, and neither comes after the text
 
     canvas:  (height, width): tokens, tile by tile; tiles follow each other row by row.
     kernel:  (kernel_y, kernel_x): size of the neighbourhood in tokens, a multiple of the tile.
-    tile:    (tile_y, tile_x): divides the canvas.
-    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.  What
-             comes after them is hidden.
+    tile:    (tile_y, tile_x): divides the canvas. With a tile as block, no block is partial.
+    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.
+    Source: Zhang et al., "Sliding Tile Attention", arXiv:2502.04507. Raises ValueError for other sizes.
+    Picture of `sliding_tile_2d((1, 4), (1, 2), (1, 1), text=1)`, 5 x 5:
 
-    Every query of the canvas sees exactly `kernel_y * kernel_x + text` keys, and all queries of a tile the
-    same ones: with a tile as block, no block is partial.
-
-    Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507.
-
-    Raises ValueError if a size is not a pair of positive ints, the tile does not divide canvas and kernel,
-    the kernel exceeds the canvas, or `text` is negative.
-
-    Picture of `sliding_tile_2d((4, 4), (2, 2), (2, 1), text=1)`, 17 x 17:
-
-        # # # # . . . . . . . . . . . . #
-        # # # # . . . . . . . . . . . . #
-        # # # # . . . . . . . . . . . . #
-        # # # # . . . . . . . . . . . . #
-        . . # # # # . . . . . . . . . . #
-        . . # # # # . . . . . . . . . . #
-        . . . . # # # # . . . . . . . . #
-        . . . . # # # # . . . . . . . . #
-        . . . . . . . . # # # # . . . . #
-        . . . . . . . . # # # # . . . . #
-        . . . . . . . . # # # # . . . . #
-        . . . . . . . . # # # # . . . . #
-        . . . . . . . . . . # # # # . . #
-        . . . . . . . . . . # # # # . . #
-        . . . . . . . . . . . . # # # # #
-        . . . . . . . . . . . . # # # # #
-        # # # # # # # # # # # # # # # # #
+        # # . . #
+        # # . . #
+        . # # . #
+        . . # # #
+        # # # # #
     """
     return _sliding_tile("sliding_tile_2d", ("y", "x"), canvas, kernel, tile, text)
 
@@ -65,34 +44,14 @@ def sliding_tile_3d(
     canvas:  (frames, height, width): tokens, tile by tile; tiles go frame by frame, row by row.
     kernel:  (kernel_t, kernel_y, kernel_x): size of the neighbourhood in tokens, a multiple of the tile.
     tile:    (tile_t, tile_y, tile_x): divides the canvas.
-    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.  What
-             comes after them is hidden.
+    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.
+    Source: Zhang et al., arXiv:2502.04507. Raises ValueError for other sizes.
+    Picture of `sliding_tile_3d((2, 1, 2), (2, 1, 1), (1, 1, 1))`, 4 x 4:
 
-    Every query of the canvas sees exactly `kernel_t * kernel_y * kernel_x + text` keys.
-
-    Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507.
-
-    Raises ValueError if a size is not a triple of positive ints, the tile does not divide canvas and kernel,
-    the kernel exceeds the canvas, or `text` is negative.
-
-    Picture of `sliding_tile_3d((2, 2, 4), (2, 1, 2), (1, 1, 2))`, 16 x 16:
-
-        # # . . . . . . # # . . . . . .
-        # # . . . . . . # # . . . . . .
-        . . # # . . . . . . # # . . . .
-        . . # # . . . . . . # # . . . .
-        . . . . # # . . . . . . # # . .
-        . . . . # # . . . . . . # # . .
-        . . . . . . # # . . . . . . # #
-        . . . . . . # # . . . . . . # #
-        # # . . . . . . # # . . . . . .
-        # # . . . . . . # # . . . . . .
-        . . # # . . . . . . # # . . . .
-        . . # # . . . . . . # # . . . .
-        . . . . # # . . . . . . # # . .
-        . . . . # # . . . . . . # # . .
-        . . . . . . # # . . . . . . # #
-        . . . . . . # # . . . . . . # #
+        # . # .
+        . # . #
+        # . # .
+        . # . #
     """
     return _sliding_tile("sliding_tile_3d", ("t", "y", "x"), canvas, kernel, tile, text)
 
@@ -105,16 +64,7 @@ def _sliding_tile(
     tile: tuple[int, ...],
     text: int,
 ) -> MaskMod:
-    """Makes the mask of `sliding_tile_2d` for a canvas with any number of axes.
-
-    call:                   the name of the factory, for errors
-    axes:                   the names of the axes, for errors
-    canvas, kernel, tile:   the size of each along every axis, in tokens
-    text:                   number of text tokens after the canvas, which see, and are seen by, everyone
-
-    Tokens after canvas and text see nothing and are not seen.  Raises ValueError for sizes that are no positive ints or
-    do not divide (`_check_division`).
-    """
+    """The mask of `sliding_tile_2d` for a canvas with any number of axes. Raises ValueError."""
     canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
     kernel = positive_integers(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
     tile = positive_integers(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
@@ -123,12 +73,11 @@ def _sliding_tile(
     tiles = tuple(c // t for c, t in zip(canvas, tile, strict=True))
     reach = tuple(k // t for k, t in zip(kernel, tile, strict=True))
     tile_tokens, canvas_tokens = math.prod(tile), math.prod(canvas)
+    tokens = canvas_tokens + text
+    sizes = (Size(axis, tokens, ANY, "`canvas` and `text`") for axis in ("queries", "keys"))  # later tokens are hidden
 
-    @named(f"{call}_{_times(canvas)}_{_times(kernel)}_{_times(tile)}")
+    @named(f"{call}_{_times(canvas)}_{_times(kernel)}_{_times(tile)}", *sizes)
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the query sees the key: both are in the canvas and their tiles are near each other, or one of them is a text token
-        and the other a text token or in the canvas. Tokens after canvas and text see nothing and are not seen.
-        """
         near = (q_idx < canvas_tokens) & (kv_idx < canvas_tokens)
         q_tile, kv_tile = q_idx // tile_tokens, kv_idx // tile_tokens
         for axis, (size, width) in enumerate(zip(tiles, reach, strict=True)):
@@ -136,18 +85,14 @@ def _sliding_tile(
             near = near & within(q_tile // step % size, kv_tile // step % size, size, width)
         if text == 0:
             return near
-        real = (q_idx < canvas_tokens + text) & (kv_idx < canvas_tokens + text)
+        real = (q_idx < tokens) & (kv_idx < tokens)
         return near | (real & ((q_idx >= canvas_tokens) | (kv_idx >= canvas_tokens)))
 
     return mask_mod
 
 
 def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> None:
-    """Raises ValueError unless, along every axis, the tile divides canvas and kernel and the kernel is at most as large as the canvas.
-
-    call:                   the name of the factory, for the error
-    canvas, kernel, tile:   the size of each along every axis, in tokens; the caller has checked them with `positive_integers`
-    """
+    """Raises ValueError unless the tile divides canvas and kernel, and the kernel fits the canvas."""
     for name, size in (("canvas", canvas), ("kernel", kernel)):
         if any(s % t for s, t in zip(size, tile, strict=True)):
             raise ValueError(
@@ -162,5 +107,4 @@ def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...],
 
 
 def _times(size: tuple[int, ...]) -> str:
-    """The sizes as text, such as "4x8"."""
     return "x".join(map(str, size))

@@ -1,7 +1,6 @@
-"""Ready-made score mods: functions `(score, b, h, q_idx, kv_idx) -> score` of scalars, and factories of them. One idea a file.
+"""Ready-made score mods: functions `(score, b, h, q_idx, kv_idx) -> score` of scalars, and factories of them.
 
-The arguments are the scaled score, the batch entry, the query head, the position of the query and the position of the key. The
-first line of a docstring is the formula of the new score.
+The first line of a docstring is the formula of the new score.
 """
 
 from flexjax.mods.alibi import alibi as alibi

@@ -5,23 +5,16 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.factory_arguments import float_array
+from flexjax.mod_tools.made_for import Size, of_array
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def relative_table(table: ArrayLike) -> ScoreMod:
     """score + table[h, q_idx - kv_idx + T - 1]
 
-    table:  floating `[2T-1]`, or `[N, 2T-1]` with one row per query head: a learned bias for each distance.
-            Differentiable.
-
-    Entry `T - 1` is for the query's own key, larger ones are for earlier keys.  `T` must be no less than the
-    number of queries and the number of keys.  Sizes are not checked against those of the call: an index past the end of
-    `table` reads the last element, and one below 0 counts from the end.
-
-    Source: the form of Liu et al., "Swin Transformer", arXiv:2103.14030, section 3.2, on a line; the idea
-    is in Shaw et al., "Self-Attention with Relative Position Representations", arXiv:1803.02155.
-
-    Raises ValueError if `table` is not floating, has other than one or two axes, or its last size is even.
+    table:  floating `[2T-1]` or `[N, 2T-1]`: a bias for each distance, the query's own key at `T - 1`. Differentiable.
+    `T` must be no less than the number of queries and the number of keys. A call of other sizes raises ValueError.
+    Source: Liu et al., "Swin Transformer", arXiv:2103.14030, section 3.2, on a line; Shaw et al., arXiv:1803.02155.
     """
     advice = "Pass a bias for each distance -(T - 1) .. T - 1."
     by_distance = float_array("relative_table", "table", table, {1: "[2T-1]", 2: "[N, 2T-1]"}, advice)
@@ -33,9 +26,11 @@ def relative_table(table: ArrayLike) -> ScoreMod:
     one_row = by_distance.ndim == 2 and by_distance.shape[0] == 1
     rows = by_distance[0] if one_row else by_distance
 
-    @named("relative_table")
+    source = f"`table` {by_distance.dtype.name}{list(by_distance.shape)}"
+    lengths = (Size(axis, 1, middle + 1, source) for axis in ("queries", "keys"))
+
+    @named("relative_table", *of_array("table", by_distance, "N."), *lengths)
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score plus the bias of the distance between query and key."""
         column = q_idx - kv_idx + middle
         entry = rows[column] if rows.ndim == 1 else rows[h, column]
         return score + entry.astype(score.dtype)
@@ -46,27 +41,19 @@ def relative_table(table: ArrayLike) -> ScoreMod:
 def pair_bias(bias: ArrayLike) -> ScoreMod:
     """score + bias[b, h, q_idx, kv_idx]
 
-    bias:  floating `[T, S]`, `[N, T, S]` or `[B, N, T, S]`, for `N` query heads, `T` queries and `S` keys.
-           Leading axes of size 1 serve every index: one bias per batch entry is `[B, 1, T, S]`.
-           Differentiable.
-
-    Sizes are not checked against those of the call: an index past the end of `bias` reads the last element.
-
-    Source: Jumper et al., "Highly accurate protein structure prediction with AlphaFold", Nature 596, 2021,
-    supplementary algorithm 7, among many.
-
-    Raises ValueError if `bias` is not floating or has another number of axes.
+    bias:  floating `[T, S]`, `[N, T, S]` or `[B, N, T, S]`; leading axes of size 1 serve every index. Differentiable.
+    A call of other sizes raises ValueError. Source: Jumper et al., "Highly accurate protein structure prediction with
+    AlphaFold", Nature 596, 2021, supplementary algorithm 7, among many.
     """
     advice = "Pass one number for each query and key, with axes for heads and batch in front if they differ."
     shapes = {2: "[T, S]", 3: "[N, T, S]", 4: "[B, N, T, S]"}
     array = float_array("pair_bias", "bias", bias, shapes, advice)
-    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    given, array = array, array.reshape((1,) * (4 - array.ndim) + array.shape)
     by_batch, by_head = array.shape[0] > 1, array.shape[1] > 1
     kept = jnp.squeeze(array, tuple(axis for axis, used in enumerate((by_batch, by_head)) if not used))
 
-    @named("pair_bias")
+    @named("pair_bias", *of_array("bias", given, "BNTS"))
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score plus the bias of this query and key."""
         leading = ((b,) if by_batch else ()) + ((h,) if by_head else ())
         return score + kept[(*leading, q_idx, kv_idx)].astype(score.dtype)
 

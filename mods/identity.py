@@ -4,8 +4,5 @@ from jax import Array
 
 
 def identity(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-    """score
-
-    Useful as the neutral element of a choice of mods.
-    """
+    """score"""
     return score

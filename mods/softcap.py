@@ -7,29 +7,21 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import positive_number, positive_number_or_vector
+from flexjax.mod_tools.made_for import of_array
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def softcap(cap: ArrayLike) -> ScoreMod:
     """cap[h] * tanh(score / cap[h])
 
-    cap:  finite number above 0, or floating `[]` or `[N]`, one per query head: no score leaves `-cap .. cap`. An array may be
-          traced and learned, but is slower on GPUs: kernels need no running maximum where the bounds are known.
-
-    Sizes are not checked against those of the call: an index past the end of `cap` reads the last element.
-
-    Chain it before mods that write `-inf`, which it would turn into `-cap`.
-
-    Source: Bello et al., "Neural Combinatorial Optimization with Reinforcement Learning", arXiv:1611.09940;
-    Gemma Team, "Gemma 2", arXiv:2408.00118, section 2.
-
-    Raises ValueError if a number is not finite and above 0, or an array is not floating or has more than one axis.
+    cap:  finite number above 0, or floating `[]` or `[N]`, which is slower on GPUs.
+    A call of other sizes raises ValueError. Chain it before mods that write `-inf`, which it would turn into `-cap`.
+    Source: Bello et al., arXiv:1611.09940; Gemma Team, "Gemma 2", arXiv:2408.00118, section 2.
     """
     bound = positive_number_or_vector("softcap", "cap", cap, "Gemma 2 uses 50.")
 
-    @named(f"softcap_{bound:g}" if isinstance(bound, float) else "softcap")
+    @named(f"softcap_{bound:g}" if isinstance(bound, float) else "softcap", *of_array("cap", bound, "N"))
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score squashed into `-cap .. cap` by tanh."""
         most = head_value(bound, h, score)
         return most * jnp.tanh(score / most)
 
@@ -39,20 +31,12 @@ def softcap(cap: ArrayLike) -> ScoreMod:
 def softcap_approx(cap: float) -> ScoreMod:
     """cap * tanh_approx(score / cap)
 
-    cap:  finite number above 0: no score leaves `-cap .. cap`.
-
-    `softcap` with one division and seven multiplications in place of `tanh`, off by at most `1e-4 * cap`.
-    Take it where `tanh` is slow; hardware with its own `tanh` gains nothing.
-
-    Source: as `softcap`.
-
-    Raises ValueError if `cap` is not a finite number above 0.
+    cap:  finite number above 0. The error is at most `1e-4 * cap`. Take it where `tanh` is slow. Source: as `softcap`.
     """
     bound = positive_number("softcap_approx", "cap", cap, "Gemma 2 uses 50.")
 
     @named(f"softcap_approx_{bound:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score squashed into `-cap .. cap` by the approximation of tanh."""
         return bound * tanh_approx(score / bound)
 
     return score_mod
@@ -66,10 +50,8 @@ TANH_APPROX_REACHES_ONE = 4.971786858528029
 def tanh_approx(x: Array) -> Array:
     """x * (135135 + 17325 y + 378 y^2 + y^3) / (135135 + 62370 y + 3150 y^2 + 28 y^3),  y = x^2
 
-    Lambert's continued fraction `x / (1 + y / (3 + y / (5 + ..)))` cut after the 13, for `abs(x)` up to
-    4.9718, where it reaches 1, and 1 beyond.  Off by less than 1e-4, absolutely and relatively.  Its
-    derivative is set to `1 - tanh_approx(x) ** 2`, which is what `tanh` obeys: smooth, never negative, and
-    cheap once the value is known.
+    Lambert's continued fraction cut after the 13, up to abs(x) = 4.9718, where it reaches 1, and 1 beyond; its error is
+    below 1e-4. Its derivative is set to `1 - tanh_approx(x) ** 2`, as that of `tanh`: smooth and never negative.
     """
     x = jnp.clip(x, -TANH_APPROX_REACHES_ONE, TANH_APPROX_REACHES_ONE)
     y = x * x
@@ -80,6 +62,5 @@ def tanh_approx(x: Array) -> Array:
 
 @tanh_approx.defjvp
 def _tanh_approx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The derivative rule of `tanh_approx`: (its value t, the tangent times `1 - t ** 2`)."""
     value = tanh_approx(*primals)
     return value, (1 - value * value) * tangents[0]

@@ -91,7 +91,7 @@ class BoundCase:
         if case.sinks:
             options["sinks"] = inputs["sinks"]
         if case.dropout:
-            options |= dict(dropout_rate=case.dropout, dropout_key=jax.random.key(11))
+            options |= dict(dropout=flexjax.Dropout(case.dropout, jax.random.key(11)))
         if self.kernel_options is not None:
             options["kernel_options"] = self.kernel_options
         if case.extra:

@@ -41,6 +41,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 pytest.register_assert_rewrite("tests.backends.conformance", "tests.cases.on_hopper", "tests.compare")
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True, max_examples=30)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -1,7 +1,7 @@
 """What the answers should be, in float64.
 
 `attention_values` computes them with numpy from the definition.  `expected` adds gradients: it is
-`flexjax.reference` in x64 mode, differentiated by jax.  `tests/backends/test_reference.py` checks its values
+`flexjax.backends.reference.definition` in x64 mode, differentiated by jax.  `tests/backends/test_reference.py` checks its values
 against the numpy ones and its gradients against finite differences of the numpy ones.
 
 Everything is [B, heads, length, ...] whatever the layout of the case.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.reference import reference_attention
+from flexjax.backends.reference.definition import reference_attention
 from tests.arrays import array
 from tests.cases import Case
 

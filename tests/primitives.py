@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 Row = Callable[[Any, Any, Any], Any]
 
@@ -26,6 +27,8 @@ ROWS: dict[str, Row] = {name: (lambda x, y, n, name=name: getattr(lax, name)(x *
     "add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2", "nextafter", "igamma", "igammac", "igamma_grad_a",
 )} | {name: (lambda x, y, n, name=name: jnp.where(getattr(lax, name)(x, y), x * y, x)) for name in (
     "eq", "ne", "lt", "le", "gt", "ge",
+)} | {name: (lambda x, y, n, name=name: jnp.where(getattr(lax, f"{name}_p").bind(x, y), x * y, x)) for name in (
+    "eq_to", "le_to", "lt_to",
 )} | {name: (lambda x, y, n, name=name: F32(getattr(lax, name)(n)) * x) for name in ("clz", "population_count")
 } | {name: (lambda x, y, n, name=name: F32(getattr(lax, name)(n, jnp.int32(3))) * x) for name in (
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "mulhi",
@@ -57,6 +60,7 @@ OWN_ROWS: dict[str, Row] = {
     "bitcast_convert_type": lambda x, y, n: F32(lax.bitcast_convert_type(x, jnp.int32) >> 8) * y,
     "floordiv": lambda x, y, n: F32(n // jnp.int32(-7)) * x,
     "floormod": lambda x, y, n: F32(n % jnp.int32(-7)) * x,
+    "threefry2x32": lambda x, y, n: F32(sum(threefry2x32_p.bind(*([n.astype(jnp.uint32)] * 4))) >> 8) * x,
 }
 """By an operation of programs that no primitive of one element stands for."""
 

@@ -59,7 +59,21 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: pathlib.Path):
             ):
                 wanted.add("/".join((prefix, *parts)))
     assert inside == wanted
+    assert not [name for name in inside if not name.endswith((".py", ".json", "py.typed"))]
     assert "flexjax/py.typed" in inside
+
+
+@pytest.mark.slow
+def test_the_index_can_show_the_wheel(wheel: pathlib.Path):
+    pytest.importorskip("twine")
+    assert "PASSED" in python("-m", "twine", "--no-color", "check", "--strict", str(wheel))
+
+
+def test_a_citation_names_the_version_of_the_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {declared['version']}" in lines
+    assert f"license: {declared['license']}" in lines
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """The blocks of the attention matrix for which interval analysis is run, as arrays of their first and last positions.
 
-A block is a rectangle of one batch entry, one head, `block_q` queries and `block_kv` keys, fewer at the end of the matrix. Its
-number along q (kv) counts such rectangles from 0. `sizes` is (q_len, kv_len, block_q, block_kv).
+A block is a rectangle of one batch entry, one head, `block_q` queries and `block_kv` keys, fewer at the end of the
+matrix. `sizes` is (q_len, kv_len, block_q, block_kv). `placed` says where queries and keys lie in the whole problem; no
+block straddles two of its runs.
 """
 
 import dataclasses
@@ -20,30 +21,24 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class BlockGrid:
-    """The blocks to analyse: each is one batch entry, one head, a range of queries and a range of keys.
+    """The blocks to analyse, as int32 arrays of four dims that broadcast to one number a block.
 
-    b, h                int32: the batch entry and the head of each block
-    q_first, q_last     int32: positions of the first and the last query of each block
-    kv_first, kv_last   int32: positions of the first and the last key of each block
-    block_q, block_kv   the largest number of queries and of keys of a block
-
-    The arrays have four dims and broadcast to one number a block. Only the first dim may vary both b or h and queries or keys.
+    Only the first dim may vary both b or h and queries or keys.
     """
 
     b: Array
     h: Array
+    # positions of the first and the last query and key, both included
     q_first: Array
     q_last: Array
     kv_first: Array
     kv_last: Array
+    # the largest number of queries and of keys of a block
     block_q: int
     block_kv: int
 
     def of(self, axis: int) -> Interval:
-        """The interval of an input of a mask program in each block, from its first to its last value there, attained and contiguous.
-
-        axis   the id of the input: ir.B, ir.H, ir.Q or ir.KV
-        """
+        """The interval of an input (ir.B, ir.H, ir.Q or ir.KV) in each block."""
         first = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_first, ir.KV: self.kv_first}[axis]
         last = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_last, ir.KV: self.kv_last}[axis]
         return Interval(first, last, True, True)
@@ -57,28 +52,14 @@ def block_grid(
     sizes: tuple[int, int, int, int],
     placed: Placed = NOWHERE,
 ) -> BlockGrid:
-    """The grid of all blocks with the given numbers, for every batch entry and head: [batch, heads, q blocks, kv blocks].
-
-    batch, heads          number of batch entries and of heads
-    q_blocks, kv_blocks   int32 vectors: the numbers of the query blocks and of the key blocks
-    sizes                 (q_len, kv_len, block_q, block_kv); the last block ends where the matrix does
-    placed                where queries and keys lie in the whole problem; no block straddles two of its runs
-    """
+    """The grid of the blocks with these numbers (int32 vectors): [batch, heads, q blocks, kv blocks]."""
     i32 = lambda n: jnp.arange(n, dtype=jnp.int32)
     along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
     return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes, placed)
 
 
 def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE) -> BlockGrid:
-    """The grid of n squares of side x side neighbouring blocks each: [n, 1, side, side] blocks.
-
-    places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
-    side     number of blocks along a side of a square
-    sizes    (q_len, kv_len, block_q, block_kv)
-    placed   where queries and keys lie in the whole problem; no block straddles two of its runs
-
-    A block past the end of the matrix is replaced by the last block.
-    """
+    """The grid of n squares of side x side blocks each, [n, 1, side, side]; `places` int32 [n, 4] counts squares."""
     b, h, q, kv = (places[:, i].reshape(-1, 1, 1, 1) for i in range(4))
     within = jnp.arange(side, dtype=jnp.int32)
     last = [max(0, cdiv(length, block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
@@ -88,22 +69,12 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], plac
 
 
 def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int], placed: Placed) -> BlockGrid:
-    """The grid of the blocks whose numbers (b, h, query block, key block) are given, as arrays of four dims.
-
-    sizes    (q_len, kv_len, block_q, block_kv); the last block ends where the matrix does
-    placed   where queries and keys lie in the whole problem; the grid has positions there
-    """
+    """The grid of the blocks with these numbers (b, h, query block, key block), arrays of four dims."""
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
 
     def edges(blocks: Array, size: int, length: int, of: Callable[..., Array]) -> tuple[Array, Array]:
-        """(the position of the first, the position of the last token) of each block along one axis, int32 arrays of four dims. The last
-        block of the axis ends where the axis does.
-
-        blocks         numbers of the blocks, an array of four dims
-        size, length   tokens of a block, and of the axis
-        of             query_positions or key_positions
-        """
+        """Positions of the first and the last token of each block along one axis, which may end within a block."""
         first = blocks * size
         start = of(*placed, b, first)
         return start, start + (jnp.minimum(first, length - size) + (size - 1) - first)

@@ -1,11 +1,11 @@
 """The range of a program's results over the whole attention matrix, whatever the score and the captured arrays hold.
 
-A soft cap, `cap * tanh(score / cap)`, lies within -cap..cap, so a kernel that knows the range needs no running maximum. A range
-is two Python floats known while compiling, (lowest, highest), infinite where nothing is known; intervals.py bounds masks block
-by block. A result may be NaN in spite of its range, because NaN passes through every operation.
+A soft cap, `cap * tanh(score / cap)`, lies within -cap..cap, so a kernel that knows the range needs no running maximum.
+A range is two Python floats, (lowest, highest), infinite where nothing is known. A result may be NaN in spite of its
+range, because NaN passes through every operation.
 
-Ranges are computed for float32 values only. Integers have the ranges of the trace (none where they may wrap around); narrower
-floats and integers cast from floats have none. An end past the largest float32 is infinite.
+Ranges are computed for float32 values only. Integers have the ranges of the trace; narrower floats and integers cast
+from floats have none.
 """
 
 import functools
@@ -21,7 +21,7 @@ LARGEST = 3.4028234663852886e38
 EXACT = ("neg", "abs", "max", "min", "select_n")
 """Operations that do not round."""
 ROUNDING = 2.0**-22
-"""Relative error of a result by float32 rounding and approximate instructions; of a sum, relative to its largest operand."""
+"""Relative error of a result by float32 rounding and approximate instructions; a sum's is of its largest operand."""
 WITHIN: dict[str, Range] = {
     "tanh": (-1.0, 1.0),
     "erf": (-1.0, 1.0),
@@ -35,11 +35,7 @@ WITHIN: dict[str, Range] = {
 
 
 def bounds(program: Program) -> tuple[Range, ...]:
-    """The range (lowest, highest) of each result of the program; an end is infinite where nothing is known.
-
-    Only float32 results of operations are followed; any other value, such as an element of a captured array, has the
-    range that `range_of` gives it without an entry.
-    """
+    """The range (lowest, highest) of each result of the program."""
     known: dict[int, Range] = {}
     for step in program.steps:
         if isinstance(step, Op) and step.out.dtype == "float32":
@@ -50,20 +46,19 @@ def bounds(program: Program) -> tuple[Range, ...]:
 FINITE = ("convert_element_type", "add", "sub", "mul", "neg", "abs", "max", "min")
 """Operations of float32 whose result is no NaN if no operand is NaN or infinite."""
 SURELY_FINITE = 1e30
-"""The magnitude up to which `finite_results` calls a float32 finite: whatever rounding adds, it stays below the largest float32."""
+"""Up to this magnitude `finite_results` calls a float32 finite: rounding cannot take it past the largest float32."""
 
 
 @functools.lru_cache(maxsize=256)
 def finite_results(program: Program) -> tuple[bool, ...]:
-    """For each result of the program whether it is finite for every query and key of the call, whatever the score and the captured arrays
-    hold: whether it is computed from literals and integers alone, by operations of FINITE whose ranges lie within SURELY_FINITE. Positions past
-    the ends of the call may give other values.
+    """For each result whether it is finite for every query and key of the call, whatever the score and the arrays hold.
+
+    Positions past the ends of the call may give other values.
     """
     known: dict[int, Range] = {}
     finite: set[int] = set()
 
     def is_finite(atom: Atom) -> bool:
-        """Whether an atom is finite: an integer, a finite literal, or the result of an earlier step in `finite`."""
         if atom.dtype.startswith(("int", "uint", "bool")):
             return True
         return math.isfinite(float(atom.value)) if isinstance(atom, Lit) else atom.id in finite
@@ -79,12 +74,7 @@ def finite_results(program: Program) -> tuple[bool, ...]:
 
 
 def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
-    """The range of an atom of a program.
-
-    atom    a literal (its number at both ends; -inf..inf for NaN), an input or the result of a step
-    known   ranges by id; a value without an entry has 0..1 if it is a bool, the range of the trace if it is an integer
-            that has one, else -inf..inf. Bools have 0..1 even with an entry
-    """
+    """The range of an atom; `known` has the ranges of float32 values by id."""
     if isinstance(atom, Lit):
         return _range_of_literal(atom)
     if atom.dtype == "bool":
@@ -94,17 +84,12 @@ def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
 
 
 def _range_of_literal(atom: Lit) -> Range:
-    """The range of a literal: the number itself at both ends, -inf..inf for NaN."""
     value = float(atom.value)
     return ANYTHING if math.isnan(value) else (value, value)
 
 
 def of_op(prim: str, given: Sequence[Range]) -> Range:
-    """The range of a float32 result of the operation `prim`, from the ranges `given` of its operands.
-
-    Operations of WITHIN have a fixed range; those without a rule, and results that may be NaN at an end, have
-    -inf..inf. The range is widened for rounding unless `prim` is in EXACT; an end past the largest float32 is infinite.
-    """
+    """The range of a float32 result of the operation `prim`, from the ranges of its operands, widened for rounding."""
     if prim in WITHIN:
         return WITHIN[prim]
     rule = RULES.get(prim)
@@ -121,20 +106,12 @@ def of_op(prim: str, given: Sequence[Range]) -> Range:
 
 
 def _widened_end(end: float, share: float, beside: float) -> float:
-    """Moves a finite end of a range by `share` times the larger of its magnitude and `beside`; an infinite end stays.
-
-    share    relative error with its sign: negative to move a lower end down
-    beside   the largest magnitude of the operands of a sum, whose rounding error it bounds
-    """
+    """Moves a finite end by `share` times the larger of its magnitude and `beside`, the largest operand of a sum."""
     return end + share * max(abs(end), beside) if math.isfinite(end) else end
 
 
 def _mul(a: Range, b: Range) -> Range:
-    """The range of the exact product of a number in the range `a` and one in the range `b`: the smallest and the largest product of two
-    ends. It is -inf..inf if an end of either range is infinite, because the product of that end and 0 would be NaN.
-
-    `of_op` widens the range for float32 rounding and makes an end past the largest float32 infinite.
-    """
+    """The range of a product before rounding."""
     if not all(map(math.isfinite, (*a, *b))):
         return ANYTHING  # 0 * inf
     ends = [x * y for x in a for y in b]
@@ -142,24 +119,20 @@ def _mul(a: Range, b: Range) -> Range:
 
 
 def _div(a: Range, b: Range) -> Range:
-    """The range of the exact quotient of a number in the range `a` by one in the range `b`; -inf..inf if an end of `a` is infinite
-    or the divisor may be 0, which an end of 0 means too. Ends of `b` may be infinite.
-    """
+    """The range of a quotient before rounding."""
+    # an end of 0 means that the divisor may be 0
     if b[0] <= 0 <= b[1]:
         return ANYTHING
     return _mul(a, (1 / b[1], 1 / b[0]))
 
 
 def _select(_: Range, *cases: Range) -> Range:
-    """The hull of the ranges of a select's cases; the first argument, the range of the predicate, has no influence."""
+    """The hull of the ranges of a select's cases."""
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
 def _increasing(function: Callable[[float], float], least: float) -> Callable[[Range], Range]:
-    """Makes the rule of a function that increases on [least, inf): the function of both ends.
-
-    The rule gives -inf..inf for an operand that may lie below `least` or be infinite.
-    """
+    """The rule of a function that increases on [least, inf): the function of both ends."""
     return lambda a: (function(a[0]), function(a[1])) if least <= a[0] and math.isfinite(a[1]) else ANYTHING
 
 

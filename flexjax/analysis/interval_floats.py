@@ -1,8 +1,7 @@
 """Bounds of numbers after rounding to a floating type narrower than float32 (float16, bfloat16, the 8-bit floats).
 
-Narrow arithmetic differs between devices: a compiler may keep more digits than the type has, round twice (int32 to float16 to
-float8_e5m2), or flush subnormal numbers to 0. The bounds hold in all of these cases. Bounds are arrays of float32, one element
-for each block of the attention matrix.
+Narrow arithmetic differs between devices: a compiler may keep more digits than the type has, round twice (int32 to
+float16 to float8_e5m2), or flush subnormal numbers to 0. The bounds, float32 arrays, hold in all of these cases.
 """
 
 import functools
@@ -17,15 +16,11 @@ Array = jax.Array
 
 
 class NarrowType(typing.NamedTuple):
-    """The properties of a floating type.
+    """The properties of a floating type."""
 
-    mantissa_bits                     number of explicit bits of the mantissa
-    smallest, largest                 its smallest normal and its largest finite positive number, as float32 numbers
-    signed                            whether it has negative numbers
-    has_infinity, has_negative_zero   whether it represents infinity, and -0.0 apart from 0.0
-    """
-
+    # explicit bits
     mantissa_bits: int
+    # smallest normal and largest finite positive number, as float32 numbers
     smallest: float
     largest: float
     signed: bool
@@ -44,15 +39,12 @@ def narrow_type(dtype: str) -> NarrowType:
 
 
 def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
-    """Bounds the result of rounding numbers to the narrow floating type `dtype`, where each number lies between `low`
-    and `high`.
+    """(lower, upper) bound, float32, of numbers between `low` and `high` after rounding to the narrow type `dtype`.
 
-    low, high   float32 arrays of one shape or broadcastable: the bounds before rounding
-
-    Returns (lower bound, upper bound), float32. A bound of NaN means that the result may be NaN or any number; types
-    without negative numbers always get NaN. Past its largest number a type either has infinities (float16, float8_e5m2)
-    or gives NaN (float8_e4m3fn). In types without a negative zero (float8_e4m3fnuz), XLA turns some negative numbers
-    that round to 0 into NaN. Numbers that are subnormal in float32 count as 0, because XLA compares them as 0.
+    A bound of NaN means that the result may be NaN or any number; types without negative numbers always get NaN. Past
+    its largest number a type either has infinities (float16, float8_e5m2) or gives NaN (float8_e4m3fn). In types
+    without a negative zero (float8_e4m3fnuz), XLA turns some negative numbers that round to 0 into NaN. Numbers that
+    are subnormal in float32 count as 0, because XLA compares them as 0.
     """
     kind = narrow_type(dtype)
     if not kind.signed:
@@ -70,14 +62,10 @@ def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
 
 
 def _upper_bound(high: Array, kind: NarrowType) -> Array:
-    """An upper bound of what any number up to `high` rounds to in a type with the precision of `kind` and no largest number.
+    """An upper bound of what numbers up to `high` round to with the precision of `kind` and no largest number.
 
-    high   float32 array
-    kind   the properties of the narrow type
-
-    The number may have been rounded to a wider type before, so that numbers slightly above `high` count too. A positive bound
-    below the smallest normal number becomes that number, a negative one becomes 0, because devices may flush such numbers to 0
-    or not.
+    A positive bound below the smallest normal number becomes that number, a negative one becomes 0, because devices may
+    flush such numbers to 0 or not.
     """
     # The number may have been rounded once before: to float32, or for the smallest types to float16 or bfloat16.
     before = 2.0**-20 if kind.mantissa_bits >= 7 else 2.0**-8

@@ -1,13 +1,12 @@
 """The smallest and the largest element that each block of the attention matrix can read of a captured array.
 
-The element that a load reads depends on the position within the block; these extremes bound it. An index varies if it depends
-on the position, and is fixed if it is a literal or one number in each block. Where one index varies within a block, the extremes
-of a range of elements are exact: all of them are read if they are few, otherwise precomputed minima and maxima of 2^k neighbours
-(a sparse table). Where two indices vary, such tables give the extremes of rectangles. Otherwise the extremes of all elements that
-the load may reach are taken.
+An index of a load varies if it depends on the position within the block, and is fixed otherwise. Where one index
+varies, the extremes of a range of elements are exact: all are read if they are few, otherwise precomputed minima and
+maxima of 2^k neighbours (a sparse table). Where two indices vary, such tables give the extremes of rectangles.
+Otherwise the extremes of all elements that the load may reach are taken.
 
-Whether NaN is among the elements is computed apart from the extremes, in integers, because XLA's reductions by min and max lose
-NaN: on a CPU the minimum of 64 x 64 zeros with a NaN in each row is 0. Both extremes of elements with a NaN are NaN.
+Whether NaN is among the elements is computed apart, in integers, because XLA's reductions by min and max lose NaN: on a
+CPU the minimum of 64 x 64 zeros with a NaN in each row is 0. Both extremes of elements with a NaN are NaN.
 
 Arrays of four dims have one element for each block, or broadcast to that.
 """
@@ -28,14 +27,7 @@ Array = jax.Array
 
 
 def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
-    """The largest number of neighbouring elements of a dimension that the positions of one block can read, at most
-    `limit`.
-
-    atom    the index of the load along the dimension; its coefficients of q and kv count, b and h are fixed in a block.
-            Without a linear form (also a literal) it may take every value
-    grid    the blocks
-    limit   length of the dimension
-    """
+    """The most neighbouring elements of a dimension of length `limit` that one block can read."""
     linear = atom.linear if isinstance(atom, Val) else None
     if linear is None:
         return limit
@@ -43,46 +35,61 @@ def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
 
 
 def load_extremes(
-    load: Load, index: list[Abstract], array: Array, grid: BlockGrid, points: Mapping[int, Array]
+    load: Load,
+    index: list[Abstract],
+    array: Array,
+    grid: BlockGrid,
+    points: Mapping[int, Array],
+    loops: frozenset[Val] = frozenset(),
 ) -> Abstract:
-    """Bounds the element that a load reads in each block, by the smallest and the largest element that it can read
-    there.
+    """Bounds the element that a load reads in each block; at least one of its indices varies.
 
-    load     the load; at least one of its indices varies
-    index    what is known of each index of the load; indices out of range are clipped
-    array    the captured array that it reads
-    grid     the blocks
-    points   the values that are one number in each block (those of b and h alone), by id
-
-    Returns an Interval, for bool arrays a Truth. One varying index gives the exact extremes of its range; several, or
-    one that can reach more than 2^16 elements of a dimension longer than RANGE_TABLE_LIMIT, give what
-    `_extremes_of_rows` finds. Complex and empty arrays, and bools as indices, give `unknown`.
+    `points` are the values that are one number in each block, by id.
     """
     dtype = load.out.dtype
     if any(isinstance(i, Truth) for i in index) or array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
         return unknown(dtype)
     spans = typing.cast(list[Interval], index)
     # An index that is a literal or one known number in every block is fixed; the others vary.
-    varying = [d for d, a in enumerate(load.index) if isinstance(a, Val) and a.id not in points]
+    whole = whole_dims(load, array.shape, loops)
+    rows = _reduced((array, array), whole) if whole else (array, array)
+    kept = [d for d in range(array.ndim) if d not in whole]
+    atoms, spans, shape = [load.index[d] for d in kept], [spans[d] for d in kept], rows[0].shape
+    varying = [d for d, a in enumerate(atoms) if isinstance(a, Val) and a.id not in points]
+    if not varying:
+        at = lambda x: x.at[tuple(s.low for s in spans)].get(mode="clip") if spans else x.reshape(1, 1, 1, 1)
+        return _of_ends(at(rows[0]), at(rows[1]), True, dtype)
     if len(varying) > 1 or (
-        array.shape[varying[0]] > RANGE_TABLE_LIMIT
-        and _longest(load.index[varying[0]], grid, array.shape[varying[0]]) > 1 << 16
+        shape[varying[0]] > RANGE_TABLE_LIMIT and _longest(atoms[varying[0]], grid, shape[varying[0]]) > 1 << 16
     ):
-        return _extremes_of_rows(load, spans, array, varying)
+        return _extremes_of_rows(atoms, spans, rows, varying, dtype)
     (dim,) = varying
-    rows = jnp.moveaxis(array, dim, -1)
     where = [i.low for d, i in enumerate(spans) if d != dim]
     span = spans[dim]
-    longest = _longest(load.index[dim], grid, rows.shape[-1])
-    ends = _range_extremes((rows, rows), where, span, longest)
+    longest = _longest(atoms[dim], grid, shape[dim])
+    moved = tuple(jnp.moveaxis(r, dim, -1) for r in rows)
+    ends = _range_extremes(moved, where, span, longest)  # type: ignore[arg-type]
     return _of_ends(*ends, span.contiguous, dtype)
+
+
+def whole_dims(load: Load, shape: tuple[int, ...], loops: frozenset[Val]) -> tuple[int, ...]:
+    """The dimensions of which the load reads every element by a loop index, whatever the other indices are."""
+    index = load.index
+    alone = lambda d: not any(axes_of(a) & axes_of(index[d]) for n, a in enumerate(index) if n != d)
+    return tuple(
+        d
+        for d, a in enumerate(index)
+        if a in loops and a.high == shape[d] - 1 and alone(d)  # type: ignore[union-attr]
+    )
 
 
 RANGE_TABLE_LIMIT = 1 << 22
 """Longest dimension for which tables of range minima are made; they take log2(length) copies of the array."""
 MOST_READ = 1 << 20
-"""Up to so many elements over all blocks, every element of a range is read, which takes two XLA kernels. A table takes a loop of
-log2 of the range's length, and on a GPU each round of it costs more than reading these elements."""
+"""Elements over all blocks up to which every element of a range is read.
+
+A table takes log2(length) rounds; on a GPU one round costs more than reading these elements.
+"""
 TILE_TABLE_LIMIT = 1 << 26
 """Largest array, and largest intermediate, for which extremes of rectangles are computed."""
 
@@ -90,16 +97,10 @@ TILE_TABLE_LIMIT = 1 << 26
 def _range_extremes(
     rows: tuple[Array, Array], where: Sequence[Array], span: Interval, longest: int
 ) -> tuple[Array, Array]:
-    """For each block the least and the greatest element of a range of the last dimension.
+    """For each block (least of rows[0], greatest of rows[1]) over a range of the last dimension.
 
-    rows      (the array for the minimum, the array for the maximum), of one shape, with NaN in the same places; usually the same array
-              twice
-    where     the fixed indices of all dimensions but the last, one integer array for each; clipped to the array
-    span      the range of the last index in each block; clipped to the array
-    longest   no range has more elements than this
-
-    Returns (least of rows[0][where, low..high], greatest of rows[1][where, low..high]) with one element for each block; both are NaN
-    where one of these is.
+    `rows` have one shape and NaN in the same places; usually they are one array twice. `where` has the fixed indices of
+    the other dimensions. No range has more than `longest` elements; indices are clipped to the array.
     """
     n = rows[0].shape[-1]
     low, high = jnp.clip(span.low, 0, n - 1), jnp.clip(span.high, 0, n - 1)
@@ -112,24 +113,19 @@ def _range_extremes(
 
 
 def _reduced(rows: tuple[Array, Array], axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """(the least element of rows[0], the greatest element of rows[1]) along the axes, both NaN where one of these elements is.
-
-    rows   two arrays of one shape, with NaN in the same places; often the same array twice
-    """
+    """(the least element of rows[0], the greatest of rows[1]) along the axes, both NaN where an element is."""
     ends = rows[0].min(axes), rows[1].max(axes)
     return _with_nan(ends, *(x.max(axes) for x in _marks_of_nan(rows[0])))
 
 
 def _marks_of_nan(array: Array) -> tuple[Array, ...]:
-    """(int8 array with 1 at each NaN of `array` and 0 elsewhere,) for floats, and () for other dtypes, which then cost nothing more.
-
-    The maximum of integers is exact on every platform. On a CPU, XLA takes that of int8 in half the time of `any` of bools.
-    """
+    """(int8 array with 1 at each NaN of `array`,) for floats, () for other dtypes."""
+    # maxima of integers are exact everywhere; on a CPU, XLA takes that of int8 in half the time of `any` of bools
     return (jnp.isnan(array).astype(jnp.int8),) if jnp.issubdtype(array.dtype, jnp.floating) else ()
 
 
 def _with_nan(ends: tuple[Array, Array], *marks: Array) -> tuple[Array, Array]:
-    """The two arrays `ends`, with NaN at both where the array `marks` is 1; as they are without `marks`."""
+    """The two arrays `ends`, with NaN where a mark is 1."""
     for mark in marks:
         low, high = (jnp.where(mark == 1, jnp.array(jnp.nan, e.dtype), e) for e in ends)
         ends = low, high
@@ -144,18 +140,10 @@ def _doubling(
     axis: int,
     longest: int,
 ) -> tuple[Array, Array]:
-    """The least and the greatest element between two positions along an axis, by a sparse table of doubling widths.
+    """The least and the greatest element between `low` and `high` (both included) along an axis, by a sparse table.
 
-    rows        (the array for the minimum, the array for the maximum), of one shape, with NaN in the same places
-    low, high   first and last position of each range, both included, integer arrays within the axis
-    pick        reads a level of the table, an array of the shape of `rows`, at positions of the shape of `low`
-    axis        the axis along which positions count
-    longest     no range has more elements than this; up to 1, the elements at `low` are returned
-
-    A level has at each position the extremes of the 2^k neighbours from there on. The least (greatest) element of a
-    range of 2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the
-    compiled program does not grow with `longest`. Returns (least, greatest), of the shape that `pick` gives; both are NaN
-    where an element of the range is.
+    A level has at each position the extremes of the 2^k neighbours from there on; a range of 2^k to 2^(k+1) elements is
+    two overlapping windows. The rounds are a loop, so that the compiled program does not grow.
     """
     levels = (*rows, *_marks_of_nan(rows[0]))
     found = tuple(pick(level, low) for level in levels)
@@ -167,23 +155,14 @@ def _doubling(
     extremes = (jnp.minimum, jnp.maximum, jnp.maximum)[: len(levels)]
 
     def neighbours(level: Array, width: Array) -> Array:
-        """For each position of a level the element `width` positions further along the axis, or the last element past the end; an array
-        of the shape of `level`.
-
-        width   an int32 scalar, at most 2^(rounds - 1)
-        """
+        """The element `width` positions further along the axis, or the last one past the end."""
         edge = lax.slice_in_dim(level, n - 1, n, axis=axis)
         margin = [1 << (rounds - 1) if d == axis % level.ndim else m for d, m in enumerate(level.shape)]
         longer = jnp.concatenate([level, jnp.broadcast_to(edge, margin)], axis)
         return lax.dynamic_slice_in_dim(longer, width, n, axis)
 
     def double(k: Array, state: tuple) -> tuple:
-        """Round k: makes the levels of 2^(k+1) neighbours, and takes from them the extremes of ranges at least that
-        long; shorter ranges keep theirs.
-
-        state   ((levels for minimum, maximum and marks of NaN), (least and greatest elements and marks so far)); returned in the
-                same form
-        """
+        """Makes the levels of 2^(k+1) neighbours and takes from them the extremes of ranges at least that long."""
         levels, best = state
         width = jnp.left_shift(jnp.int32(1), k)
         levels = tuple(f(x, neighbours(x, width)) for f, x in zip(extremes, levels, strict=True))
@@ -199,69 +178,52 @@ def _doubling(
     return _with_nan((least, greatest), *marks)
 
 
-def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: list[int]) -> Abstract:
-    """Bounds the element of a load of which several indices vary within a block, or one index whose range is too long
-    for a table.
+def _extremes_of_rows(
+    atoms: Sequence[ir.Atom], index: list[Interval], arrays: tuple[Array, Array], varying: list[int], dtype: str
+) -> Abstract:
+    """Bounds the element of a load of which several indices vary, or one whose range is too long for a table.
 
-    load      the load
-    index     the interval of each of its indices
-    array     the captured array
-    varying   numbers of the dimensions whose index varies
-
-    Two varying indices over an array of at most TILE_TABLE_LIMIT elements, whose table has no more either, give the
-    extremes of each block's rectangle; these are attained where both ranges are contiguous and the indices are
-    independent. Otherwise the extremes over the whole of the varying dimensions are taken, and are not attained. Fixed
-    indices are clipped to the array.
+    Two varying indices give the extremes of each block's rectangle, where tables fit; otherwise those over the whole of
+    the varying dimensions are taken, and are not attained.
     """
-    wide = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
+    array = arrays[0]
     fixed = [d for d in range(array.ndim) if d not in varying]
-    rows = wide.transpose(*fixed, *varying)
+    order = lambda x: (x.astype(jnp.int8) if x.dtype == jnp.bool_ else x).transpose(*fixed, *varying)
+    rows = order(arrays[0]), order(arrays[1])
     where = [index[d].low for d in fixed]
     spans = [index[d] for d in varying]
     starts = max(s.low.size for s in spans)
     if len(varying) == 2 and array.size <= TILE_TABLE_LIMIT and starts * max(array.shape) <= TILE_TABLE_LIMIT:
         ends = _rectangle_extremes(rows, where, spans)
         exact = flag_and(*(s.contiguous for s in spans))
-        exact = flag_and(exact, independent([axes_of(a) for a in load.index]))
-        return _of_ends(*ends, exact, load.out.dtype)
+        exact = flag_and(exact, independent([axes_of(a) for a in atoms]))
+        return _of_ends(*ends, exact, dtype)
     axes = tuple(range(len(fixed), array.ndim))
-    ends = [
-        r.at[tuple(where)].get(mode="clip") if where else r.reshape(1, 1, 1, 1) for r in _reduced((rows, rows), axes)
-    ]
-    return _of_ends(ends[0], ends[1], False, load.out.dtype)
+    ends = [r.at[tuple(where)].get(mode="clip") if where else r.reshape(1, 1, 1, 1) for r in _reduced(rows, axes)]
+    return _of_ends(ends[0], ends[1], False, dtype)
 
 
-def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Interval]) -> tuple[Array, Array]:
+def _rectangle_extremes(
+    rows: tuple[Array, Array], where: Sequence[Array], spans: Sequence[Interval]
+) -> tuple[Array, Array]:
     """For each block the least and the greatest element of a rectangle of the last two dimensions of an array.
 
-    rows    the array
-    where   the fixed indices of its other dimensions
-    spans   the ranges of the last two indices in each block, both clipped to the array
-
-    First the extremes of each distinct range of the last dimension but one are computed, along all of the last
-    dimension: [..., ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each
-    block's range of the last dimension is taken of these.
+    The extremes of each distinct range of the last dimension but one come first, [..., ranges, n]: few, because such a
+    range depends on query blocks or key blocks alone.
     """
     first, second = spans
     shape = jnp.broadcast_shapes(first.low.shape, first.high.shape)
-    n = rows.shape[-2]
+    n = rows[0].shape[-2]
     low, high = (jnp.clip(jnp.broadcast_to(e, shape).ravel(), 0, n - 1) for e in (first.low, first.high))
-    moved = jnp.moveaxis(rows, -2, 0)
-    along = _doubling((moved, moved), low, high, lambda level, place: level[place], 0, n)
+    moved = jnp.moveaxis(rows[0], -2, 0), jnp.moveaxis(rows[1], -2, 0)
+    along = _doubling(moved, low, high, lambda level, place: level[place], 0, n)
     one = tuple(jnp.moveaxis(x, 0, -2) for x in along)
     flat = jnp.arange(one[0].shape[-2]).reshape(shape)
     return _range_extremes(one, [*where, flat], second, one[0].shape[-1])  # type: ignore[arg-type]
 
 
 def _of_ends(low: Array, high: Array, exact: Flag, dtype: str) -> Abstract:
-    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a Truth.
-
-    low, high   the extremes; for bools as bools or 0 and 1. A float that is NaN at one end gets NaN at both
-    exact       whether some entry of the block reads the least and some entry the greatest value (`attained`)
-    dtype       dtype name of the element; ends of narrow floats are stored as float32
-
-    The result is not `contiguous`.
-    """
+    """What is known of a loaded element from its least and greatest value in each block."""
     if dtype == "bool":
         can_true, can_false = high != 0, low == 0
         seen = jnp.zeros((1, 1, 1, 1), bool) if exact is False else exact

@@ -1,12 +1,12 @@
 """The interval of an operation's result, from the intervals of its operands: one rule an operation, and rounding.
 
-A rule is a function (Op, what is known of the operands) -> Interval of the result in each block, None if it cannot give one.
-`rounded` then widens the interval of a float for rounding, and `unless_wrapped` that of an integer for overflow. The flags
-`attained` and `contiguous` are those of interval_values.py. Ends of NaN mean "anything", and no comparison with NaN is true, so
-such an interval decides nothing. An integer that may have wrapped around gets the whole range of its type. Comparisons and
-logic are in interval_truth.py.
+A rule is a function (Op, what is known of the operands) -> Interval of the result in each block, None if it cannot give
+one. `rounded` then widens the interval of a float for rounding, and `unless_wrapped` that of an integer for overflow.
+The flags `attained` and `contiguous` are those of interval_values.py. Ends of NaN mean "anything", so such an interval
+decides nothing.
 """
 
+import functools
 import typing
 from collections.abc import Callable
 
@@ -22,32 +22,39 @@ from flexjax.ir.program import Lit, Op, Val
 
 Array = jax.Array
 
-INEXACT = frozenset(
-    {"exp", "exp2", "log", "sqrt", "tanh", "log1p", "expm1", "cbrt", "atan", "sinh", "asinh", "logistic", "erf"}
-)
-"""Functions whose results differ between devices by a few units in the last place."""
+INEXACT: dict[str, float] = {
+    "tanh": 2.0**-10,
+    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "logistic", "pow"), 2.0**-15),
+    **dict.fromkeys(("log", "sqrt", "rsqrt", "log1p", "cbrt", "atan", "asinh", "erf", "sin", "cos"), 2.0**-18),
+}
+"""Functions whose results differ between devices and compilers, by how much relative to the result.
+
+Largest are tanh.approx of NVIDIA GPUs (2^-11) and exponentials, whose operand is first multiplied by log2(e): an error
+of 2^-24 of 128 is one of 2^-17 of the result. The error of a float32 function of XLA is up to 34 units in the last
+place (exp2).
+"""
+
+ABSOLUTE: dict[str, float] = {"log": 2.0**-20, "sin": 2.0**-18, "cos": 2.0**-18}
+"""Of functions that are 0 elsewhere than at 0, how much they differ there."""
 
 KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
 """Operations whose result a floating type narrower than float32 represents exactly if it represents the operands."""
 
 
 def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
-    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN can occur.
+    """Widens the interval of a floating result for the rounding of any device; both ends are NaN where a NaN can occur.
 
-    op         the operation
-    args       what is known of its operands
-    found      the interval by the operation's rule
-    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not rounded
-
-    Widened are operations of INEXACT, sums and differences with a product, integer powers above 2, and results of less than 32 bits other
-    than those of KEEPS_NARROW; they are then not `attained`. Other operations keep that flag of `found`. The result is never
-    `contiguous`.
+    `products` are the ids of products, which a compiler may fuse with an addition (FMA), so that they are not rounded.
     """
     low, high, attained, _ = found
     if op.prim in INEXACT:
-        eps = jnp.finfo(jnp.dtype(op.out.dtype)).eps.astype(low.dtype)
-        slack = [8 * eps * jnp.abs(e) + jnp.finfo(low.dtype).tiny for e in (low, high)]
-        low, high, attained = low - slack[0], high + slack[1], False
+        floor = ABSOLUTE.get(op.prim, 0.0) + jnp.finfo(low.dtype).tiny
+        share = max(INEXACT[op.prim], 8 * float(jnp.finfo(jnp.dtype(op.out.dtype)).eps))
+        if op.prim in ("sin", "cos"):  # of a rounded operand, whose periods are taken off
+            floor = floor + share * size_of(typing.cast(Interval, args[0])).astype(low.dtype)
+        if op.prim == "pow":  # exp(y log(x))
+            floor = floor + _error_of_power(*typing.cast(list[Interval], args)).astype(low.dtype) * jnp.abs(high)
+        low, high, attained = low - share * jnp.abs(low) - floor, high + share * jnp.abs(high) + floor, False
     if op.prim in ("add", "sub") and any(isinstance(a, Val) and a.id in products for a in op.inputs):
         slack = (
             2 * jnp.finfo(low.dtype).eps * sum(size_of(a).astype(low.dtype) for a in args if isinstance(a, Interval))
@@ -65,14 +72,16 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
 
 
+def _error_of_power(x: Interval, y: Interval) -> Array:
+    """The relative error of x ** y where it is computed as exp(y log(x)), at points."""
+    logarithm = jnp.log(jnp.maximum(jnp.abs(x.low), jnp.finfo(x.low.dtype).tiny))
+    return 2.0**-18 * size_of(y) * (1 + jnp.abs(logarithm)).astype(jnp.float32)
+
+
 def _makes_nan(prim: str, args: list[Abstract]) -> Array:
-    """Marks the blocks in which `add`, `sub`, `mul` or `div` may make a NaN out of numbers: inf - inf, 0 * inf, inf /
-    inf.
+    """Marks the blocks in which an operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf.
 
-    prim, args   the operation's name and what is known of its operands; all other operations, and bool operands, mark
-                 no block
-
-    Returns a bool array that broadcasts to one element a block. 0 / 0 is left out, because `_div` gives NaN for it.
+    0 / 0 is left out, because `_div` gives NaN for it.
     """
     no = jnp.zeros((1, 1, 1, 1), bool)
     if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
@@ -89,19 +98,12 @@ def _makes_nan(prim: str, args: list[Abstract]) -> Array:
 
 
 def size_of(term: Interval) -> Array:
-    """The largest magnitude of the numbers of the interval `term` in each block, float32; NaN where an end is NaN."""
+    """The largest magnitude of the numbers of an interval, float32; NaN where an end is NaN."""
     return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
 
 
 def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
-    """Replaces the interval of an integer result by the whole range of its type in blocks where the arithmetic may wrap
-    around.
-
-    op      the operation; only sums, differences, products, powers, `neg` and `abs` can wrap
-    args    what is known of its operands
-    found   the interval by the operation's rule, in arithmetic that may have wrapped around; returned as it is for
-            other operations, and for types of 32 bits and more where the trace knows the range of the result
-    """
+    """Replaces an integer's interval by the whole range of its type in blocks where the arithmetic may wrap around."""
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
         return found
@@ -124,9 +126,7 @@ def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
 
 
 def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tuple[Array, Array]:
-    """The least and the greatest of the four values f(end of x, end of y), which bound a function f that is monotone in each
-    operand.
-    """
+    """The least and the greatest of f at the four pairs of ends; they bound an f that is monotone in each operand."""
     values = [f(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
     low, high = values[0], values[0]
     for v in values[1:]:
@@ -135,8 +135,7 @@ def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tu
 
 
 def _add(op: Op, args: list[Interval]) -> Interval:
-    """x + y, of the intervals `args` of x and y, before rounding and overflow; `op` is not read. The sum has a flag where both have it, as
-    if all combinations of their values occurred: intervals.py drops both flags of sums whose operands share queries, keys or scores."""
+    """x + y, with a flag where both have it: intervals.py drops the flags of operands that share queries or keys."""
     x, y = args
     return Interval(
         x.low + y.low, x.high + y.high, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -144,7 +143,6 @@ def _add(op: Op, args: list[Interval]) -> Interval:
 
 
 def _sub(op: Op, args: list[Interval]) -> Interval:
-    """x - y: from the lowest minus the highest to the highest minus the lowest; the flags are those of `_add`."""
     x, y = args
     return Interval(
         x.low - y.high, x.high - y.low, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -152,7 +150,7 @@ def _sub(op: Op, args: list[Interval]) -> Interval:
 
 
 def _mul(op: Op, args: list[Interval]) -> Interval:
-    """x * y: between the least and the greatest product of ends, attained where both are; a value times itself is `_square`."""
+    """x * y: between the least and the greatest product of ends; a value times itself is `_square`."""
     x, y = args
     if op.inputs[0] == op.inputs[1]:
         return _square(op, [x])
@@ -160,16 +158,11 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
-    """x * x: from 0 in blocks where x may be 0, else between the squares of its ends. Neither flag holds."""
     return _power(args[0], 2)
 
 
 def _power(x: Interval, y: int) -> Interval:
-    """The interval of x ** y in each block, for an integer y of at least 0.
-
-    For odd y its ends are attained where those of x are; for even y it starts at 0 where x may be 0, and no end is
-    attained.
-    """
+    """x ** y for an integer y of at least 0."""
     a, b = lax.integer_pow(x.low, y), lax.integer_pow(x.high, y)
     if y % 2:
         return Interval(a, b, x.attained)
@@ -178,16 +171,11 @@ def _power(x: Interval, y: int) -> Interval:
 
 
 def _neg(op: Op, args: list[Interval]) -> Interval:
-    """-x: the ends exchange, and both flags stay."""
     return Interval(-args[0].high, -args[0].low, args[0].attained, args[0].contiguous)
 
 
 def _abs(op: Op, args: list[Interval]) -> Interval:
-    """abs(x): starts at 0 in blocks where the interval of x contains 0, else at the lesser magnitude of its ends; `contiguous` where x
-    is.
-
-    Its ends are attained where x is contiguous, and where x is attained and its interval does not contain 0.
-    """
+    """abs(x): starts at 0 in blocks where the interval of x contains 0, else at the lesser magnitude of its ends."""
     (x,) = args
     a, b = jnp.abs(x.low), jnp.abs(x.high)
     crosses = (x.low <= 0) & (x.high >= 0)
@@ -196,10 +184,9 @@ def _abs(op: Op, args: list[Interval]) -> Interval:
 
 
 def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
-    """Makes the rule of `max` or `min`; `pick` is jnp.maximum or jnp.minimum."""
+    """The rule of `max` or `min`; `pick` is jnp.maximum or jnp.minimum."""
 
     def rule(op: Op, args: list[Interval]) -> Interval:
-        """max(x, y) or min(x, y): of the lower ends and of the upper ends; a flag holds where both operands have it."""
         x, y = args
         return Interval(
             pick(x.low, y.low),
@@ -212,26 +199,47 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 
 def _monotone(f: Callable[[Array], Array]) -> Callable:
-    """Makes the rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low),
-    f(high)], attained where the operand's ends are.
-    """
+    """The rule of a non-decreasing function of one operand: [f(low), f(high)]."""
 
     def rule(op: Op, args: list[Interval]) -> Interval:
-        """f(x): from f of the lower end to f of the upper end; of whether the integers between are numbers of f nothing is known."""
         (x,) = args
         return Interval(f(x.low), f(x.high), x.attained, False)
 
     return rule
 
 
-def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
-    """x // y of integers, by the quotients of the ends.
+def _inexact(f: Callable[[Array], Array]) -> Callable:
+    """The rule of a non-decreasing function of INEXACT."""
 
-    A literal divisor other than 0 keeps the flags of x; a negative one -d is computed as (-x) // d, with the whole range of the type in
-    blocks where x may be the least integer, and gives None if it is the least integer itself. Any other divisor keeps the flags only
-    where it is one positive number; the interval is the whole range of the type in blocks where it may be negative, or 0 in an unsigned
-    type. Signed x // 0 is -1 or -2.
-    """
+    def rule(op: Op, args: list[Interval]) -> Interval:
+        (x,) = args
+        # a subnormal operand counts as 0 on some devices, and XLA's cbrt gives it a sign at random
+        tiny = jnp.finfo(x.low.dtype).tiny
+        least = jnp.where(x.low < 0, -tiny, 0) if op.prim in ("sqrt", "log") else -tiny
+        low = jnp.where(jnp.abs(x.low) < tiny, least, x.low)
+        high = jnp.where(jnp.abs(x.high) < tiny, tiny, x.high)
+        return Interval(f(low), f(high))
+
+    return rule
+
+
+def _at_points(f: Callable[..., Array], least: float = jnp.nan, largest: float = jnp.nan) -> Callable:
+    """The rule of a function that is not monotone: f itself where operands are normal numbers, else least..largest."""
+
+    def rule(op: Op, args: list[Interval]) -> Interval:
+        tiny = jnp.finfo(args[0].low.dtype).tiny
+        point, value = jnp.ones((1, 1, 1, 1), bool), f(*(a.low for a in args))
+        for a in args:
+            point = point & (a.low == a.high) & ((a.low == 0) | (jnp.abs(a.low) >= tiny))
+        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(e) for a in args for e in (a.low, a.high)))
+        ends = (jnp.where(point, value, jnp.where(finite, e, jnp.nan)) for e in (least, largest))
+        return Interval(*ends)
+
+    return rule
+
+
+def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
+    """x // y of integers, by the quotients of the ends; None for the least integer as a literal divisor."""
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
         if jnp.iinfo(x.low.dtype).min == op.inputs[1].value:
@@ -252,11 +260,7 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
-    """x % y of integers: by `_remainder`, with the signs of x and y exchanged where y is a negative literal above
-    -2^30.
-
-    With such a literal, the interval is the whole range of the type in blocks where x may be the least integer.
-    """
+    """x % y of integers; a negative literal y exchanges the signs of both."""
     x, y = args
     if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
         negated = Interval(-x.high, -x.low, x.attained, x.contiguous)
@@ -267,10 +271,9 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """The interval of x % y of integers: exact where y is one number and x within one of its periods, else 0..y - 1.
+    """x % y of integers: exact where y is one number and x within one of its periods, else 0..y - 1.
 
-    x % 0 is 0. In blocks where y may be negative it is the whole range of the type. Where y is one number, every
-    remainder occurs if x is contiguous over a whole period.
+    x % 0 is 0. In blocks where y may be negative it is the whole range of the type.
     """
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
@@ -286,10 +289,7 @@ def _remainder(x: Interval, y: Interval) -> Interval:
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:
-    """x / y of floats: anything (NaN) where y may be 0; no end is attained.
-
-    None for integers, whose division that rounds to 0 has no rule.
-    """
+    """x / y of floats: anything (NaN) where y may be 0; None for integers."""
     x, y = args
     if jnp.issubdtype(x.low.dtype, jnp.integer):
         return None
@@ -305,12 +305,7 @@ def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _convert(op: Op, args: list[Abstract]) -> Interval | None:
-    """A conversion of bools, integers or floats to integers or floats.
-
-    The result is the whole range of an integer type in blocks where the operand may not fit the type. A bool gives 0, 1 or 0..1, with
-    both flags where it is known which of these. Integers keep their flags; conversion to a float drops `contiguous`, that of a float to
-    an integer (towards 0) both; rounding to a float type is left to `rounded`.
-    """
+    """A conversion to an integer or a float: the whole range of an integer type where the operand may not fit."""
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
     if isinstance(x, Truth):
@@ -333,7 +328,6 @@ def _convert(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _fits(x: Interval, dtype: jnp.dtype) -> Array:
-    """Whether the integer type `dtype` represents all integers of the interval, a bool for each block."""
     old, new = jnp.iinfo(x.low.dtype), jnp.iinfo(dtype)
     fits = jnp.ones((1, 1, 1, 1), bool)
     if new.min > old.min:
@@ -344,17 +338,12 @@ def _fits(x: Interval, dtype: jnp.dtype) -> Array:
 
 
 def range_known(atom: ir.Atom) -> bool:
-    """Whether the integer atom is a literal or has a range (Val.low). For types of 32 bits and more, that shows that it cannot have
-    wrapped around; values of at most 16 bits always have one, if only that of the type.
-    """
+    """Whether the integer atom has a known range, so that a value of 32 bits or more cannot have wrapped around."""
     return isinstance(atom, Lit) or atom.low is not None
 
 
 def _select(op: Op, args: list[Abstract]) -> Interval | None:
-    """The interval of the case that a select_n picks; neither flag holds.
-
-    In blocks where a bool predicate may be either, and for integer predicates, it is the hull of all cases. None if a case is a bool.
-    """
+    """The case that a select_n picks; the hull of all cases where the predicate is not known. None for bool cases."""
     predicate = args[0]
     cases = [c for c in args[1:] if isinstance(c, Interval)]
     if len(cases) < len(args) - 1:
@@ -372,7 +361,6 @@ def _select(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _sign(op: Op, args: list[Interval]) -> Interval:
-    """sign(x): from the sign of the lower end to that of the upper end, attained where x is; not contiguous."""
     return Interval(jnp.sign(args[0].low), jnp.sign(args[0].high), args[0].attained)
 
 
@@ -392,6 +380,11 @@ RULES: dict[str, Callable[..., Interval | None]] = {
     "square": _square,
     "convert_element_type": _convert,
     "select_n": _select,
-    **{name: _monotone(getattr(lax, name)) for name in (*INEXACT, "floor", "ceil")},
+    **{name: _monotone(getattr(lax, name)) for name in ("floor", "ceil")},
+    **{name: _inexact(getattr(lax, name)) for name in INEXACT.keys() - {"sin", "cos", "pow", "rsqrt"}},
+    "sin": _at_points(lax.sin, -1.0, 1.0),
+    "cos": _at_points(lax.cos, -1.0, 1.0),
+    "pow": _at_points(lax.pow),
+    "rsqrt": _at_points(lax.rsqrt),
 }
 """The rule of each operation by its name; an operation without a rule is `unknown`."""

@@ -1,8 +1,7 @@
 """The truth of comparisons, from the intervals of their operands, and of logic, from the truth of its operands.
 
-A `Truth` says for each block whether a bool can be true, can be false, is certainly true at some entry, and is certainly false
-at some entry (interval_values.py). `apart` says that two operands share neither queries nor keys (`independent` of
-interval_values.py), so that every combination of their values occurs at some entry of the block.
+`apart` says that two operands share neither queries nor keys (`independent` of interval_values.py), so that every
+combination of their values occurs at some entry of the block.
 """
 
 from collections.abc import Callable
@@ -17,15 +16,7 @@ Array = jax.Array
 
 
 def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apart: bool) -> Truth:
-    """Completes the Truth of a comparison of x and y by what certainly happens at some entry.
-
-    can_true, can_false   for each block whether the comparison can be true, and can be false; kept as they are
-    x, y                  the operands
-    apart                 whether x and y share neither queries nor keys, so that all combinations of their values occur
-
-    Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen is marked as certain at
-    some entry. That holds for < and <=; of equality `_eq` removes what the ends do not show. Elsewhere no outcome is certain.
-    """
+    """Completes the Truth of x < y or x <= y: where operands are apart and attain their ends, what can happen does."""
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:
         no = jnp.zeros((1, 1, 1, 1), bool)
@@ -35,20 +26,15 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
 
 
 def _lt(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x < y; apart: whether x and y share neither queries nor keys."""
     return _witnessed(~(x.low >= y.high), ~(x.high < y.low), x, y, apart)
 
 
 def _le(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x <= y; apart: whether x and y share neither queries nor keys."""
     return _witnessed(~(x.low > y.high), ~(x.high <= y.low), x, y, apart)
 
 
 def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of x == y: certainly true at some entry only in blocks where both intervals attain a common number.
-
-    apart   whether x and y share neither queries nor keys; where they share some, nothing is certain
-    """
+    """x == y: certainly true at some entry only in blocks where both intervals attain a common number."""
     can_true = ~((x.high < y.low) | (y.high < x.low))
     can_false = ~((x.low == x.high) & (y.low == y.high) & (x.low == y.low))
     found = _witnessed(can_true, can_false, x, y, apart)
@@ -62,8 +48,26 @@ def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
     return found._replace(sure_true=found.sure_true & meet)
 
 
+def same(x: Interval) -> Truth:
+    """x == x: true, but where x may be NaN, which its ends show."""
+    nan, no = is_nan(x.low) | is_nan(x.high), jnp.zeros((1, 1, 1, 1), bool)
+    return Truth(~no, nan, ~nan, no)
+
+
+def _lt_to(x: Interval, y: Interval, apart: bool) -> Truth:
+    """x < y in total order, in which -0.0 is less than 0.0: nothing is known where the two meet at 0."""
+    no = jnp.zeros((1, 1, 1, 1), bool)
+    return Truth(~((x.low > y.high) | (x.low == y.high) & (x.low != 0)), ~(x.high < y.low), no, no)
+
+
+def _eq_to(x: Interval, y: Interval, apart: bool) -> Truth:
+    """ "x and y have the same bits", which two zeros need not have."""
+    no = jnp.zeros((1, 1, 1, 1), bool)
+    one = (x.low == x.high) & (y.low == y.high) & (x.low == y.low) & (x.low != 0)
+    return Truth(~((x.high < y.low) | (y.high < x.low)), ~one, no, no)
+
+
 def negate(t: Truth) -> Truth:
-    """The Truth of `not t`."""
     return Truth(t.can_false, t.can_true, t.sure_false, t.sure_true)
 
 
@@ -74,11 +78,13 @@ COMPARISONS: dict[str, Callable[[Interval, Interval, bool], Truth]] = {
     "ge": lambda x, y, apart: _le(y, x, apart),
     "eq": _eq,
     "ne": lambda x, y, apart: negate(_eq(x, y, apart)),
+    "lt_to": _lt_to,
+    "le_to": lambda x, y, apart: negate(_lt_to(y, x, apart)),
+    "eq_to": _eq_to,
 }
 
 
 def both(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of `a and b` for bools; apart: whether they share neither queries nor keys."""
     together = (a.sure_true & ~b.can_false) | (b.sure_true & ~a.can_false)
     if apart:
         together = together | (a.sure_true & b.sure_true)
@@ -86,14 +92,11 @@ def both(a: Truth, b: Truth, apart: bool) -> Truth:
 
 
 def either(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of `a or b` for bools; apart: whether they share neither queries nor keys."""
     return negate(both(negate(a), negate(b), apart))
 
 
 def _differ(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of a != b for bools: a and not b, or b and not a. apart: whether they share neither queries nor keys. The two parts share
-    both, so fewer outcomes are certain.
-    """
+    """a != b: a and not b, or b and not a, which share both, so that fewer outcomes are certain."""
     return either(both(a, negate(b), apart), both(negate(a), b, apart), False)
 
 
@@ -105,23 +108,11 @@ LOGIC: dict[str, Callable[[Truth, Truth, bool], Truth]] = {
     "eq": lambda a, b, apart: negate(_differ(a, b, apart)),
     "not": lambda a, _, apart: negate(a),
 }
-"""By operation: the truth of a result of bools, from the truth of the operands; `not` gets its one operand twice.
-
-The last argument says whether the operands share neither queries nor keys (`independent` of interval_values.py).
-"""
+"""By operation: the truth of a result of bools, (x, y, apart) -> Truth; `not` gets its one operand twice."""
 
 
 def logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
-    """What is known of the bool result of an operation on bools, or of the conversion of a number (x != 0) or bool to a
-    bool.
-
-    op      the operation
-    args    what is known of its operands
-    apart   whether the two operands share neither queries nor keys, so that all combinations of their values occur. A select does
-            not use it: fewer of its outcomes are certain
-
-    Operations without a rule, and bool operations on numbers, give `unknown`.
-    """
+    """What is known of the result of an operation on bools, or of the conversion of a number or bool to a bool."""
     if op.prim == "convert_element_type":
         (x,) = args
         if isinstance(x, Truth):

@@ -1,22 +1,18 @@
-"""Interval analysis: decides for each block of the attention matrix whether a mask is true everywhere, nowhere or in places.
+"""Interval analysis: decides for each block of the attention matrix whether a mask is true everywhere, nowhere or both.
 
-A block is a rectangle of one batch entry, one head, a range of queries and a range of keys; an entry is one (b, h, q, kv) of it.
-The mask program is evaluated step by step, once for all blocks, on what is known of each value: an `Interval` per block in place
-of each number and a `Truth` per block in place of each bool (interval_values.py). Both consist of arrays of four dims that
-broadcast to one element a block.
+The mask program is evaluated step by step, once for all blocks, on what is known of each value: an `Interval` per block
+in place of each number and a `Truth` per block in place of each bool (interval_values.py).
 
-    point      a value of b and h alone, or of literals: the same number for all entries of a block. It is computed by the
-               operation itself and has an interval with equal ends
-    attained   both ends of an interval are values of some entries of the block
-    product    the result of a multiplication or power, which a compiler may fuse with the addition that follows
+  point      a value of b and h alone, or of literals: one number for all entries of a block, computed by the operation
+             itself
+  product    the result of a multiplication or power, which a compiler may fuse with the addition that follows
 
-The analysis is sound: it calls a block full (empty) only if the mask is True (False) for every entry. It is exact for a block
-that is full, empty, or certainly has both an entry where the mask is True and one where it is False (`Truth.sure_true` and
-`Truth.sure_false`).
+The analysis is sound: it calls a block full (empty) only if the mask is True (False) for every entry. It is exact for a
+block that is full, empty, or certainly has both outcomes (`Truth.sure_true` and `Truth.sure_false`).
 
-Rounding: every device rounds sums, products and quotients alike, with two exceptions, because a compiler may keep more digits
-than the type has: a product that is added to something (FMA), and types narrower than float32. Functions such as exp differ
-between devices by a few units in the last place. In these cases the interval is widened and its ends are not `attained`.
+Every device rounds sums, products and quotients alike, with two exceptions: a product that is added to something (FMA),
+and types narrower than float32, of which a compiler may keep more digits. Functions such as exp differ between devices
+and compilers (INEXACT of interval_rules.py). There the interval is widened and its ends are not `attained`.
 
 Reference: Moore, Interval Analysis (1966); the idea of deciding attention blocks by it is flexjax's own.
 """
@@ -30,35 +26,41 @@ import jax.numpy as jnp
 from flexjax.analysis.block_grid import BlockGrid
 from flexjax.analysis.interval_floats import narrow_type
 from flexjax.analysis.interval_loads import load_extremes
-from flexjax.analysis.interval_rules import RULES, rounded, unless_wrapped
-from flexjax.analysis.interval_truth import COMPARISONS, logic
+from flexjax.analysis.interval_loops import reduce_all
+from flexjax.analysis.interval_rules import INEXACT, RULES, rounded, unless_wrapped
+from flexjax.analysis.interval_truth import COMPARISONS, logic, negate, same
 from flexjax.analysis.interval_values import Abstract, Interval, Truth, independent, of_literal, unknown, wide_type
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
-from flexjax.ir.program import Lit, Load, Op, Program, Val, axes_of
+from flexjax.ir.operations import LOOP_INDEX, REDUCTIONS
+from flexjax.ir.program import Lit, Load, Op, Program, Val, axes_of, loop_size
 from flexjax.ir.ranges import is_integer, modular
 
 Array = jax.Array
 
 
-def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Truth:
-    """Evaluates a mask program on blocks; returns what is known of the mask in each block of the grid: whether it can be true,
-    can be false, and certainly is so at some entry.
+def depends_on_device(program: Program) -> bool:
+    """Whether devices compute a floating result differently, sums of products and narrow types aside."""
+    ops = [step for step in program.steps if isinstance(step, Op)]
+    floats = [op for op in ops if jnp.issubdtype(jnp.dtype(op.out.dtype), jnp.inexact)]
+    return any(op.prim in INEXACT or op.prim not in RULES for op in floats)
 
-    program    the mask program, with one bool result
-    captures   its captured arrays, in the order of `program.captures`
-    grid       the blocks
 
-    A step whose operands are all points (one number in each block) is computed by itself if it is reproducible; the results of
-    a `Call` are unknown. The program can be evaluated under jit: shapes depend on the grid alone.
+def decide(program: Program, captures: Sequence[Array], grid: BlockGrid, entries: bool = False) -> Truth:
+    """What is known of a mask in each block of the grid.
+
+    With `entries` each block is one entry, so that queries and keys are points too. What depends on a loop index is
+    bounded over all of its values at once, so the cost does not grow with them. Works under jit: shapes depend on the
+    grid alone.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     # Points by id: arrays of four dims that broadcast to one number a block.
-    points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in (ir.B, ir.H)}
+    known_inputs = (ir.B, ir.H, ir.Q, ir.KV) if entries else (ir.B, ir.H)
+    points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in known_inputs}
     products: set[int] = set()
+    loops = frozenset(ir.loop_indices(program).values())
 
     def read(atom: ir.Atom) -> Abstract:
-        """What is known of an operand in each block; a literal is known everywhere."""
         return of_literal(atom) if isinstance(atom, Lit) else env[atom.id]
 
     def point(atom: ir.Atom) -> Array | None:
@@ -67,13 +69,20 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
 
     for step in program.steps:
         known = None if isinstance(step, ir.Call) else [point(a) for a in step.inputs]
-        if isinstance(step, ir.Call):
+        if isinstance(step, Op) and step.prim == LOOP_INDEX:
+            low = jnp.zeros((1, 1, 1, 1), jnp.int32)
+            env[step.out.id] = Interval(low, low + (loop_size(*step.out.axes) - 1), True, True)
+        elif isinstance(step, Op) and step.prim in REDUCTIONS:
+            env[step.out.id] = reduce_all(step, read(step.inputs[0]))
+        elif isinstance(step, ir.Call):
             env.update({v.id: unknown(v.dtype) for v in step.outs})
         elif known is not None and all(v is not None for v in known) and _is_reproducible(step):
             value = _evaluate_point(step, typing.cast(list[Array], known), captures)
             points[step.out.id], env[step.out.id] = value, _of_point(value, step.out.dtype)
         elif isinstance(step, Load):
-            env[step.out.id] = load_extremes(step, [read(a) for a in step.index], captures[step.capture], grid, points)
+            env[step.out.id] = load_extremes(
+                step, [read(a) for a in step.index], captures[step.capture], grid, points, loops
+            )
         else:
             env[step.out.id] = _operation(step, [read(a) for a in step.inputs], env, products)
             if step.prim in ("mul", "square", "integer_pow"):
@@ -82,7 +91,6 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
 
 
 def as_truth(value: Abstract) -> Truth:
-    """Returns `value` itself, typed as the Truth that the result of a mask program is."""
     assert isinstance(value, Truth), "a mask program ends in a bool"
     return value
 
@@ -91,16 +99,11 @@ def as_truth(value: Abstract) -> Truth:
 
 
 def _point_literal(lit: Lit) -> Array:
-    """A literal as an array [1, 1, 1, 1] of its dtype, which broadcasts over the blocks."""
     return jnp.full((1, 1, 1, 1), lit.value, jnp.dtype(lit.dtype))
 
 
 def _is_reproducible(step: Op | Load) -> bool:
-    """Whether every device and compiler computes the result of the step with the same bits from the same operands.
-
-    Only then may a point be computed here by the operation itself. True for loads, for operations with integer or bool results,
-    and for the operations of EXACT_FLOATS with a result of at least 32 bits; False for complex results.
-    """
+    """Whether every device and compiler computes the same bits from the same operands."""
     dtype = jnp.dtype(step.out.dtype)
     if isinstance(step, Load) or not jnp.issubdtype(dtype, jnp.floating):
         return not jnp.issubdtype(dtype, jnp.complexfloating)
@@ -112,13 +115,7 @@ EXACT_FLOATS = frozenset({"max", "min", "neg", "abs", "select_n", "convert_eleme
 
 
 def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array]) -> Array:
-    """The result of an operation or load whose operands are points: an array that broadcasts to one number a block.
-
-    step       the operation, which is reproducible (`_is_reproducible`), or the load
-    args       the operands, arrays of four dims that broadcast to one number a block; for a load its indices, which are clipped to the
-               array
-    captures   the captured arrays of the program
-    """
+    """The result of an operation or load whose operands are points: one number a block."""
     if isinstance(step, Op):
         return apply_op(step, jnp.broadcast_arrays(*args))
     array = jnp.asarray(captures[step.capture])
@@ -126,12 +123,7 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
-    """A point as an Interval with equal ends, attained and, if it is an integer, contiguous; or, if its `dtype` is bool, as a Truth,
-    certain everywhere.
-
-    value   what `_evaluate_point` returns
-    dtype   name of its dtype; the ends of floating types narrower than float32 are stored as float32
-    """
+    """A point as an Interval with equal ends, or as a Truth that is certain everywhere."""
     if dtype == "bool":
         return Truth(value, ~value, value, ~value)
     floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
@@ -143,17 +135,7 @@ def _of_point(value: Array, dtype: str) -> Abstract:
 
 
 def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], products: set[int]) -> Abstract:
-    """What is known of an operation's result in each block, from what is known of its operands.
-
-    args      what is known of its operands, in order
-    env       what is known of every earlier value, by id; a result that is affine in the indices is bounded by their
-              intervals
-    products  ids of earlier products (see the file's docstring); a sum with one of them gets a wider interval
-
-    The result of an operation of DEPENDENT_ENDS whose operands share queries or keys is neither attained nor
-    contiguous. Numbers are then widened for rounding, and integers that may wrap around get the range of their type.
-    Operations and types without a rule give `unknown`, which decides nothing.
-    """
+    """What is known of an operation's result in each block; `env` has what is known of earlier values, by id."""
     if op.out.linear is not None:
         exact = _interval_of_linear(op.out, env)
         if exact is not None:
@@ -162,6 +144,8 @@ def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], produc
         return unknown(op.out.dtype)
     apart = independent([axes_of(a) for a in op.inputs])
     intervals = [a for a in args if isinstance(a, Interval)]
+    if op.prim in ("eq", "ne") and op.inputs[0] == op.inputs[1] and intervals:
+        return same(intervals[0]) if op.prim == "eq" else negate(same(intervals[0]))
     if op.prim in COMPARISONS and len(intervals) == len(args):
         return COMPARISONS[op.prim](intervals[0], intervals[1], apart)
     if op.out.dtype == "bool":
@@ -182,7 +166,7 @@ def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], produc
 
 
 def _is_ordered(dtype: str) -> bool:
-    """Whether the interval rules hold for the dtype of that name: integers, bools and signed real floats; not complex numbers."""
+    """Whether the interval rules hold for the dtype: integers, bools and real floats with a sign."""
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
         return True
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and narrow_type(dtype).signed
@@ -193,13 +177,9 @@ DEPENDENT_ENDS = frozenset({"add", "sub", "mul", "max", "min", "floordiv", "floo
 
 
 def _interval_of_linear(val: Val, env: Mapping[int, Abstract]) -> Interval | None:
-    """The interval of an integer value that is an affine function of b, h, q and kv (`val.linear`), with attained ends.
+    """The interval of an integer that is an affine function of b, h, q and kv; None where it may not be exact.
 
-    env   what is known of the inputs and of earlier values, by id
-
-    Better than the rule of the operation, because q and kv appear once each in the affine function: (q - kv) + q would
-    count q twice. It is contiguous if neither coefficient of q and kv exceeds 1 in magnitude. None where the range of
-    the value is unknown or a term's interval has ends that may not be attained.
+    Better than the operation's rule, because q and kv appear once each: (q - kv) + q would count q twice.
     """
     linear = val.linear
     assert linear is not None

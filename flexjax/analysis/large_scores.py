@@ -1,19 +1,14 @@
 """Whether scores may be too large to scale before the maximum is subtracted (large scores).
 
-Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c), where max is the running maximum of the row and
-c a constant factor such as log2(e). For a score of -1e10, as an additive mask has, the FMA and the separate product max * c
-round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN. A kernel whose scores may be large
-computes exp2((score - max) * c) instead, one more operation an element, or has another c for each row
-(backends/mosaic_gpu/row_scales.py).
+Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c), where max is the running maximum of the
+row and c a constant factor such as log2(e). For a score of -1e10, as an additive mask has, the FMA and the separate
+product max * c round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN. A kernel whose
+scores may be large computes exp2((score - max) * c) instead, one more operation an element, or has another c for each
+row (backends/mosaic_gpu/machine/row_scales.py).
 
-A score may be large where one of these is added to it or selected:
-
-    a literal of magnitude LARGE or more
-    an element of a captured array, because arrays may hold anything
-    a value of unknown range
-
-Assumed to be moderate are the score that the mod is given, factors of the score (gates, temperatures, scales of keys), and
-factors that depend on b and h alone and multiply a value of known range wider than MASK_WIDTH (slopes along positions).
+A score may be large where a literal of magnitude LARGE or more, an element of a captured array or a value of unknown
+range is added to it or selected. Three things are assumed to be moderate: the score that the mod is given, factors of
+the score (gates, temperatures, scales of keys), and slopes along positions.
 """
 
 import functools
@@ -34,14 +29,7 @@ MASK_WIDTH = 2.0
 
 @functools.lru_cache(maxsize=512)
 def may_be_large(program: Program | None) -> bool:
-    """Whether a finite result of the score program may have magnitude LARGE or more.
-
-    program   the score program; None stands for the identity, whose scores are moderate. A float literal of magnitude LARGE or more, but
-              not an infinite one, gives True wherever the program has it
-
-    The score that the mod is given is assumed to lie in MODERATE_SCORE, and factors of it and slopes along positions, where their range
-    is unknown, in MODERATE_FACTOR. An element of a captured array that is added may be anything, so that a captured bias gives True.
-    """
+    """Whether a finite result of the score program (None: the identity) may have magnitude LARGE or more."""
     if program is None:
         return False
     if any(isinstance(atom, Lit) and _is_large(atom) for atom in walk_atoms(program)):
@@ -56,15 +44,7 @@ def may_be_large(program: Program | None) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def may_be_large_product(program: Program | None) -> bool:
-    """Whether scores may be large and the last operation that makes them is a product, such as `mul`, `div` or
-    `square`.
-
-    program   the score program; None stands for the identity, which gives False, as does a result that is a literal
-
-    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in
-    one. A compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance
-    prevents this.
-    """
+    """Whether scores may be large and a product makes them, which a compiler may fuse with the maximum into an FMA."""
     if program is None or not may_be_large(program):
         return False
     made = {out.id: step for step in program.steps for out in step.outs}
@@ -86,17 +66,12 @@ SAME_MAGNITUDE = frozenset({"neg", "convert_element_type"})
 
 
 def _is_large(atom: Lit) -> bool:
-    """Whether a literal is a finite float of magnitude LARGE or more."""
     value = atom.value
     return isinstance(value, float) and math.isfinite(value) and abs(value) >= LARGE
 
 
 def _of_step(step: Op, known: dict[int, Range]) -> Range:
-    """The range of the result of a float32 operation, with the ranges of `_operand_range` for its operands.
-
-    step    the operation; a quotient by a divisor of assumed range has the range of the product with it
-    known   ranges of earlier float32 values, by id
-    """
+    """The range of the result of a float32 operation."""
     given = [_operand_range(step, number, known) for number in range(len(step.inputs))]
     # a divisor that is assumed to be moderate is treated as a moderate factor
     divides = step.prim == "div" and given[1] is MODERATE_FACTOR
@@ -104,13 +79,9 @@ def _of_step(step: Op, known: dict[int, Range]) -> Range:
 
 
 def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
-    """The range that operand number `number` of the step has, or is assumed to have if that one is infinite.
+    """The range of an operand of the step, or an assumed one if that is infinite.
 
-    known   ranges of earlier float32 values, by id
-
-    A finite range is taken as it is. An infinite literal that is added or selected counts as 0. An operand of `mul` or `div`
-    has MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope: a value of b and h alone
-    whose other operand has a finite range wider than MASK_WIDTH. Any other keeps its infinite range.
+    A slope is a value of b and h alone whose other operand has a finite range wider than MASK_WIDTH.
     """
     atom = step.inputs[number]
     found = range_of(atom, known)
@@ -129,5 +100,4 @@ def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
 
 
 def _is_known(found: Range) -> bool:
-    """Whether both ends of the range `found` are finite."""
     return all(map(math.isfinite, found))

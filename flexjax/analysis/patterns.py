@@ -1,10 +1,6 @@
-"""Pattern matches on programs: recognises forms of score and mask programs for which a kernel takes a faster way.
+"""Pattern matches on programs: recognises forms of score and mask programs for which a kernel takes a faster way."""
 
-Each function looks at the steps of a program (ir/program.py) and says whether it has the form. A program that matches no pattern runs the
-general way with the same results.
-"""
-
-from flexjax.ir.operations import DIVISIONS
+from flexjax.ir.operations import DIVISIONS, HASHES, REDUCTIONS
 from flexjax.ir.program import SCORE, UNIFORM, Atom, Linear, Lit, Op, Program, Step, Val, axes_of
 from flexjax.ir.ranges import is_integer
 
@@ -12,10 +8,7 @@ from flexjax.ir.ranges import is_integer
 def adds_to_score(program: Program) -> bool:
     """Whether a score program computes score + a - b ... with terms that do not depend on the score.
 
-    The derivative of such a program by the score is 1, so a backward kernel need not evaluate it. A program that
-    subtracts the score from something, or applies any other operation to it, gives False; the identity gives True.
-
-    program   the score program; its first result is the modified score
+    The derivative of such a program by the score is 1, so a backward kernel need not evaluate it.
     """
     made = {out.id: step for step in program.steps for out in step.outs}
     atom = program.results[0]
@@ -31,12 +24,9 @@ def adds_to_score(program: Program) -> bool:
 
 
 def is_causal_like(program: Program) -> bool:
-    """Whether a mask program ends in one comparison of affine functions of the indices by which later queries see more
-    keys.
+    """Whether a mask program ends in one comparison by which later queries see more keys, such as q >= kv + 3.
 
-    An example is q >= kv + 3: every key before a last visible key is visible, and that last key grows with the query.
-    The backward pass then orders its work by the triangle of visible blocks. Masks such as q_idx - kv_idx < 512, which
-    hide early keys, or a conjunction of comparisons give False. Terms of b and h do not count.
+    The backward pass then orders its work by the triangle of visible blocks. A conjunction of comparisons gives False.
     """
     (result,) = program.results
     step = next((s for s in program.steps if result in s.outs), None)
@@ -49,32 +39,25 @@ def is_causal_like(program: Program) -> bool:
     return greater.q - less.q > 0 > greater.kv - less.kv
 
 
-def divides_tiles(program: Program | None) -> bool:
-    """Whether the program contains an integer division or remainder that differs for each entry (q, kv) and has no
-    literal divisor.
-
-    program   a score or mask program; None, the identity, gives False
-
-    Such a division takes about a dozen instructions and several registers for each entry of a tile, so kernels that
-    count registers ask this. A division by a literal is a multiplication, and a quotient that depends on b and h alone,
-    on q alone or on kv alone is computed once per tile, row or column; these do not count. A quotient of q - kv does.
-    """
+def fills_registers(program: Program | None) -> bool:
+    """Whether a hash, a loop, or a division of integers by no literal, differs for each (q, kv)."""
+    # each takes dozens of instructions an entry; other divisions are products, or run once for a tile, row or column
     return program is not None and any(
         isinstance(step, Op)
-        and step.prim in DIVISIONS
-        and is_integer(step.out.dtype)
+        and (
+            step.prim in HASHES
+            or step.prim in REDUCTIONS
+            or (step.prim in DIVISIONS and is_integer(step.out.dtype) and not isinstance(step.inputs[1], Lit))
+        )
         and step.out.axes - UNIFORM not in (set(), {"q"}, {"kv"})
-        and not isinstance(step.inputs[1], Lit)
         for step in program.steps
     )
 
 
 def residue_conjuncts(program: Program) -> tuple[int, tuple[Atom, ...]]:
-    """(m, the other conjuncts) of a mask program that is a conjunction of which one says that q and kv have the same residue modulo
-    the literal m, which is at least 2; (1, ()) for any other program.
+    """(m, the other conjuncts) of a mask that says that q and kv agree modulo the literal m; else (1, ()).
 
-    That conjunct is `(q - kv) % m == 0` or `q % m == kv % m`, with the operands of each operation in either order. If several are, m is
-    the largest. A constant beside q - kv, another remainder than 0, and factors of q and kv do not match.
+    That conjunct is `(q - kv) % m == 0` or `q % m == kv % m`. If several are, m is the largest.
     """
     made = {out.id: step for step in program.steps for out in step.outs}
     parts: list[Atom] = []
@@ -94,10 +77,7 @@ def residue_conjuncts(program: Program) -> tuple[int, tuple[Atom, ...]]:
 
 
 def _modulus(atom: Atom, made: dict[int, Step]) -> int:
-    """The m of a conjunct that says that q and kv have the same residue modulo m, as `residue_conjuncts` has it; 1 for others.
-
-    made   the step of each result, by id
-    """
+    """The m of a conjunct that says that q and kv have the same residue modulo m; 1 for others."""
     step = made.get(atom.id) if isinstance(atom, Val) else None
     if not isinstance(step, Op) or step.prim != "eq":
         return 1
@@ -114,13 +94,7 @@ def _modulus(atom: Atom, made: dict[int, Step]) -> int:
 
 
 def _remainder(atom: Atom, made: dict[int, Step]) -> tuple[Linear, int] | None:
-    """(linear form of x, m) of an atom that is x % m with a positive literal m; None for other atoms.
-
-    made   the step of each result, by id
-
-    The remainder of Python and that of C (`rem`) both are 0 exactly where m divides x; they are the same for q and kv, which are not
-    negative.
-    """
+    """(linear form of x, m) of an atom that is x % m with a positive literal m; None for other atoms."""
     step = made.get(atom.id) if isinstance(atom, Val) else None
     if not isinstance(step, Op) or step.prim not in ("floormod", "rem"):
         return None

@@ -1,17 +1,17 @@
 """The interface of a backend: one way to run a plan; and how to add a backend.
 
 To add a backend:
-1. Make a folder `backends/<name>/` with `support.py` (this interface), one file for each kernel, and NOTES.md.
-2. `refuses(plan, target)` returns a sentence that says why the plan cannot run on the target, or None to accept it.
-3. `tile_candidates` returns tiles for autotuning; `refuses` refuses a tile that the options ask for and that cannot run.
-4. `forward` and `backward` take the plan, its operands and the target, and return what `Results` and `Gradients` document.
-   `lowering` returns a context in which they are lowered; most backends return contextlib.nullcontext().
-5. Import only plan, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this folder base, target and tile_math;
-   never attention, dispatch or another backend.
-6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
-
-A plan is everything static about one attention call, operands are its arrays (plan/kernel_plan.py), and a target is the device
-that the call is lowered for (target.py). A pure method depends on its arguments alone and has no side effects.
+  1. Make a folder `backends/<name>/` with `support.py` (this interface), and one file for each kernel; its notes are
+     `lab/notes/<name>.md`.
+  2. `refuses(plan, target)` returns a sentence that says why the plan cannot run on the target, or None to accept it.
+  3. `tile_candidates` returns tiles for autotuning; `refuses` refuses a tile of the options that cannot run.
+  4. `rewrites` says which other call runs in place of a plan (plan/rewrite.py). `forward` and `backward` take the plan
+     of the last one, its operands and the target, and return what `Results` and `Gradients` document. `lowering`
+     returns a context in which they are lowered; most backends return contextlib.nullcontext().
+  5. Import only plan, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this folder base,
+     target and tile_math; never attention, dispatch or another backend.
+  6. Name it in `passes/dispatch.py`'s table, and add a thin test file that puts it through
+     `tests/backends/conformance.py`.
 """
 
 import contextlib
@@ -22,88 +22,126 @@ from jax.interpreters import mlir
 
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.rewrite import Steps
 
 
-class BackwardInputs(typing.NamedTuple):
-    """What a backward pass gets beside the plan.
+def rule_not_linear(hardware: str) -> str:
+    """The refusal of kernels for `hardware` of a derivative program that takes the cotangent of the new score."""
+    return (
+        f"The {hardware} kernels multiply the cotangent of the score by derivatives, and score_mod has a derivative "
+        "rule that is not linear in the cotangent. A rule that scales the cotangent by a number that does not depend "
+        "on it keeps the kernels."
+    )
 
-    operands       of the call
-    results        of the forward pass; max_scores may be None
-    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None for zero
-    wanted         which operands get a gradient
-    derivative     program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured array of
-                   floats); None where score_mod is the identity
+
+def refuses_gpu_only(name: str, plan: KernelPlan) -> str | None:
+    """The refusal, by the backend `name`, of what only the kernels of a GPU do; None where the plan asks for nothing of
+    that.
     """
+    if plan.float8:
+        return f"{name} does not multiply {FLOAT8}."
+    instruction = plan.options.instruction
+    if instruction is None:
+        return None
+    return f"kernel_options.instruction={instruction!r} is for the kernels of mosaic_gpu; {name} has no such choice."
 
-    operands: Operands
-    results: Results
-    d_out: jax.Array
-    d_lse: jax.Array | None
-    wanted: Wanted
-    derivative: Program | None
+
+class WorkItems(typing.NamedTuple):
+    """How a kernel for few queries divides the keys of a call."""
+
+    chunk: int  # keys of a work item, of one key head of a batch entry
+    ctas: int  # of a full grid
+    as_on_h200: bool  # whether an H200's rates predict the time
 
 
 class Backend(typing.Protocol):
     """One way to run a plan: a set of kernels, or plain JAX. `name` is what `implementation` calls it."""
 
     name: str
+    simulates_in_jit: bool  # whether kernels simulated by `kernel_options.interpret` may be part of a jitted function
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can. Pure.
+        """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can.
+        Pure.
 
-        The target is of the backend's own platform; in the simulator it may be any. Without a target the question is whether some
-        target can run the plan: the sentence says why none can.
+        The target is of the backend's own platform; in the simulator it may be any. Without a target the sentence says
+        why none can run the plan.
+        """
+        ...
+
+    def refuses_request(self, plan: KernelPlan) -> str | None:
+        """A sentence that says which product or instruction the call asks for that this backend does not know; None if
+        it knows all. Pure.
+
+        It is not asked where the backend takes over a pass from another one.
         """
         ...
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        """A sentence that says why this backend cannot compute the wanted gradients of a plan that it accepted; None if it can.
+        """A sentence that says why this backend cannot compute the wanted gradients of a plan that it accepted; None if
+        it can. Pure.
 
-        The backend xla then computes the whole backward pass. Pure.
-
-        wanted       which operands get a gradient
-        derivative   program of score_mod's derivatives, as in `backward`
+        The backend xla then computes the whole backward pass.
         """
         ...
 
+    def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
+        """The steps from an accepted plan to the call that a kernel of the pass runs; () for the plan itself. Pure."""
+        ...
+
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """The tiles that flexjax.autotune times for the plan, each a dict from fields of KernelOptions (block_q, block_kv, num_stages,
-        block_q_bwd, block_kv_bwd) to sizes, in tokens except num_stages.
+        """The tiles that flexjax.autotune times for the plan: dicts from fields of KernelOptions (block_q, ...) to
+        sizes, in tokens. Pure.
 
-        plan     of the call; tiles that its options fix may be in the dicts, autotune leaves them out
-        target   the device
-
-        autotune reads the fields of the two passes from every dict separately; a dict without a pass's fields leaves nothing to
-        choose in it. The forward tile that runs without options comes first; so does the backward tile, except that xla gives the
-        forward tile for both passes. Pure.
+        autotune reads the fields of the two passes from every dict separately. The forward tile that runs without
+        options comes first; so does the backward tile, except that xla gives the forward tile for both passes.
         """
         ...
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> object | None:
-        """The tiles with which an accepted plan runs on the target; `flexjax.explain` prints their text. None if the backend has no tiles or
-        does not say. Pure.
+        """The tiles with which an accepted plan runs, which `flexjax.explain` prints; None if it does not say. Pure."""
+        ...
+
+    def reads(self, plan: KernelPlan, target: Target) -> WorkItems | str | None:
+        """How an accepted forward pass reads keys and values, for `flexjax.explain`: the work items of a kernel for few
+        queries; for other calls with keys in pages a sentence; None where there is nothing to say. Pure.
         """
         ...
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """Computes the forward pass: out, lse and, if the plan asks for them, max_scores and rounding, as Results documents
-        them. The plan is one that `refuses` accepts.
-        """
+        """The forward pass of the last plan of `rewrites`, as Results documents it."""
         ...
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others.
-        Those of a partial plan may be in the dtype of scores, and the caller casts them.
+        """The gradients of the wanted operands, for the last plan of `rewrites`; None for the others.
 
-        given   the operands, results and cotangents, what is wanted, and the derivative program
+        Those of a partial plan may be in the dtype of scores, and the caller casts them.
         """
         ...
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """A context in which a pass is lowered for the target into the MLIR module, for backends that change or check what is
-        lowered; contextlib.nullcontext() for all others.
+        """A context in which a pass is lowered, for backends that change or check the MLIR module."""
+        ...
+
+
+@typing.runtime_checkable
+class ForwardMode(Backend, typing.Protocol):
+    """A backend that also has forward mode."""
+
+    def tangent(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        tangents: Gradients,
+        derivative: Program | None,
+        target: Target,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
+
+        tangents   of the operands; None counts as 0
         """
         ...

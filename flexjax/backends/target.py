@@ -1,7 +1,7 @@
 """The device that a program is lowered for, and how lowering rules find it.
 
-jax tells a lowering rule only the platform: it lowers a primitive once for each platform that was asked for. The device of that
-platform is looked up in these places, in this order:
+jax tells a lowering rule only the platform: it lowers a primitive once for each platform that was asked for. The device
+of that platform is looked up in these places, in this order:
 
     the mesh of the trace                 a mesh of devices or of a topology; an abstract mesh with an AbstractDevice
     the axis context of the module        the mesh of a shard_map
@@ -9,10 +9,8 @@ platform is looked up in these places, in this order:
     the client of the module              devices at hand, or those of a topology that arguments are placed on
     the devices of this process           an export for several platforms has no client
 
-If none of them has a device of the platform, as in an export for "cuda" on a machine without a GPU, `kind` is None.
-
-jax lowers a program once for all devices of a client, so the devices of a client are taken to be of one kind, the first
-device's.
+If none of them has a device of the platform, as in an export for "cuda" on a machine without a GPU, `kind` is None. jax
+lowers a program once for all devices of a client, so they are taken to be of one kind, the first device's.
 """
 
 import contextlib
@@ -27,6 +25,7 @@ from jax.interpreters import mlir
 Device = jax.Device | jax.sharding.AbstractDevice
 """A device of this process or of a topology, or a description of one."""
 
+# Compute capability -> names of devices that have it, because an AbstractDevice has a name and no capability.
 KINDS = {
     "8.0": re.compile(r"\bA(30|100|800)\b"),
     "8.6": re.compile(r"\bA(2|10|16|40)G?\b|\bRTX A\d{4}\b|\bRTX 30\d0\b"),
@@ -37,7 +36,6 @@ KINDS = {
     "12.0": re.compile(r"\bRTX 50\d0\b|\bRTX PRO \d{4}\b"),
     "12.1": re.compile(r"\bGB10\b"),
 }
-"""Compute capability -> names of devices that have it, because an AbstractDevice has a name and no capability."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,36 +47,23 @@ class DescribedDevice(jax.sharding.AbstractDevice):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The device that a pass is lowered for, or what is known of it.
+    """The device that a pass is lowered for, or what is known of it; None where it is not known."""
 
-    platform     as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
-    kind         jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
-    capability   compute capability of an NVIDIA GPU, e.g. "9.0", or what jax gives in its place for an AMD GPU, e.g. "gfx942";
-                 None if unknown, and on other platforms
-    cores        SMs of a GPU, TensorCores of a TPU; None if unknown
-    automatic    XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
-    """
-
-    platform: str
-    kind: str | None = None
-    capability: str | None = None
-    cores: int | None = None
+    platform: str  # as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
+    kind: str | None = None  # jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"
+    capability: str | None = None  # compute capability of an NVIDIA GPU, e.g. "9.0", or e.g. "gfx942" of an AMD GPU
+    cores: int | None = None  # SMs of a GPU, TensorCores of a TPU
+    # XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
     automatic: bool = False
 
     @property
     def name(self) -> str:
-        """The device in error messages: its kind, or "an unknown device of the platform ..." where that is not known."""
+        """The device in error messages."""
         return self.kind or f"an unknown device of the platform {self.platform}"
 
 
 def of_device(device: Device, platform: str | None = None) -> Target:
-    """The target that describes a device.
-
-    platform     the platform of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm;
-                 None: by the device
-
-    A CUDA device that does not say its compute capability has that of its kind in KINDS, or None.
-    """
+    """`platform` is that of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm."""
     kind = device.device_kind
     capability = getattr(device, "compute_capability", None)
     if platform is None:
@@ -90,7 +75,7 @@ def of_device(device: Device, platform: str | None = None) -> Target:
 
 
 def _platform(device: Device) -> str:
-    """The platform of the device by the name that lowering rules use: "cuda" or "rocm" for a GPU, else `device.platform`."""
+    """ "cuda" or "rocm" for a GPU, else `device.platform`."""
     if device.platform != "gpu":
         return device.platform
     is_rocm = str(getattr(device, "compute_capability", "")).startswith("gfx") or device.device_kind.startswith("AMD")
@@ -98,14 +83,12 @@ def _platform(device: Device) -> str:
 
 
 def default() -> Target:
-    """The target that describes jax's default device, on which a call outside of jit runs if its arrays were not placed."""
+    """Of jax's default device, on which a call outside of jit runs if its arrays were not placed."""
     return of_device(get_default_device())
 
 
 def of_platform(platform: str) -> Target:
-    """The target that describes this process's first device of a platform ("cpu", "gpu", "cuda", "tpu"). If the process
-    has no such device, all but `platform` is unknown; "gpu" is then taken to be "cuda".
-    """
+    """Of this process's first device of a platform; without one all but `platform` is unknown, and "gpu" is "cuda"."""
     found = _local_devices(platform)
     if found:
         return of_device(found[0])
@@ -113,14 +96,8 @@ def of_platform(platform: str) -> Target:
 
 
 def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
-    """The target for which a lowering rule with context `ctx` lowers, looked up in the places that the top of this file
-    lists.
-
-    platform   that the rule is registered for
-
-    Where a mesh names a device, a device at hand of the same kind describes it, because it knows more; without one, the
-    target has what the mesh knows. Without any device of the platform, all but `platform` is unknown.
-    """
+    """Looked up in the places that the top of this file lists, for a rule that is registered for `platform`."""
+    # A device at hand of the kind that a mesh names describes it, because it knows more.
     abstract = next((d for d in _abstract_devices(ctx) if _is_of(d, platform)), None)
     for device in _devices(ctx, platform):
         if abstract is None or device.device_kind == abstract.device_kind:
@@ -133,8 +110,7 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
     """A context in which Pallas lowers kernels for the target, which need not be a device of this process.
 
     Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets that
-    AbstractDevice. The context changes nothing if Pallas sees a device of that kind anyway (and, of a GPU, of that compute
-    capability), if the kind of the target is unknown, and on platforms other than "cuda" and "tpu".
+    AbstractDevice, unless Pallas sees such a device anyway or the kind of the target is unknown.
     """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()
@@ -155,14 +131,11 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
 
 
 def _is_of(device: Device, platform: str) -> bool:
-    """Whether the device is of the platform, as lowering rules name it."""
     return _platform(device) == platform
 
 
 def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
-    """The devices that meshes name, as far as there are such meshes, in this order: the mesh of the trace, the mesh of a
-    shard_map (`ctx.module_context`), and the meshes of the operands' avals (`ctx.avals_in`). They may be of any platform.
-    """
+    """The devices that meshes name, of any platform: the mesh of the trace, of a shard_map, of the operands' avals."""
     around = ctx.module_context.axis_context
     meshes: list[object] = [jax.sharding.get_abstract_mesh()]
     meshes += [getattr(around, "mesh", None), getattr(around, "abstract_mesh", None)]
@@ -176,9 +149,7 @@ def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
 
 
 def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[Device]:
-    """Devices of the platform, in this order: those that the module of `ctx` is assigned to, those of its client, those of this
-    process. A device may come twice.
-    """
+    """Those that the module is assigned to, those of its client, those of this process; a device may come twice."""
     module = ctx.module_context
     client = getattr(module, "backend", None)
     found: list[Device] = [*(getattr(module.axis_context, "device_assignment", None) or ())]
@@ -189,7 +160,6 @@ def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[Device]:
 
 
 def _local_devices(platform: str) -> Sequence[Device]:
-    """This process's devices of the platform; empty if it has none."""
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """BlockMask: which blocks of the attention matrix a kernel visits, and in which of them it must apply the mask.
 
-A BlockMask is a pytree. Its arrays may be traced, mapped over and passed through jit; the mask program (without its arrays),
-the lengths and the block size are static. No array of it has the size of the attention matrix.
+A BlockMask is a pytree. Its arrays may be traced, mapped over and passed through jit; the mask program (without its
+arrays), the lengths and the block size are static. No array of it has the size of the attention matrix.
 """
 
 import dataclasses
@@ -16,25 +16,26 @@ from jax.core import Tracer
 from flexjax.block_mask import build, picture, transpose
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, public
 from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.origin import OriginTable, key_positions, query_positions
+from flexjax.mod_tools.settings import own
 from flexjax.types import MaskMod, Origin
 
 Array = jax.Array
 
 
 class BlockMask(Parts):
-    """The block lists of a mask over [B, H, q_len, kv_len], with what users do with them; the fields are those of Parts.
+    """The block lists of a mask over [B, H, q_len, kv_len], and what users do with them; the fields are those of Parts.
 
-    A block is partial (the mask decides each entry), full (all entries are visible) or empty (in neither list, never visited).
-    `create_block_mask` and `BlockMask.from_kv_blocks` make one. Where dataclasses.replace gives other lists, the lists decide, in any order, as
-    for from_kv_blocks; such a mask is another kind of pytree, so the branches of lax.cond and the carry of a loop need one kind.
+    A block is partial (the mask decides each entry), full (all entries are visible) or empty (in neither list, never
+    visited). `create_block_mask` and `BlockMask.from_kv_blocks` make one. Where dataclasses.replace gives other lists,
+    the lists decide, in any order; such a mask is another kind of pytree, so the branches of lax.cond and the carry of
+    a loop need one kind.
     """
 
     @classmethod
     def of(cls, parts: Parts) -> "BlockMask":
-        """The block mask with the fields of `parts`."""
         return cls(**{f.name: getattr(parts, f.name) for f in dataclasses.fields(parts)})
 
     # ------------------------------------------------------------------ shape and meaning
@@ -47,12 +48,10 @@ class BlockMask(Parts):
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar. Its arguments count from 0 in the arrays of the call;
-        if the mask has an origin, the function itself adds the origin.
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar of numbers from 0 in the arrays of the call.
 
-        For a mask made from lists, the lists decide first: an entry of a full block is visible, an entry of an empty block is
-        hidden, and an entry of a partial block is visible if the mask_mod given with the lists shows it, or if none was given. A
-        stack of such masks raises ValueError.
+        For a mask made from lists, the lists decide first, and the mask_mod given with them (if any) decides the
+        entries of partial blocks. A stack of such masks raises ValueError.
         """
         inside = self._within_partial_blocks
         if not self.lists_decide:
@@ -60,10 +59,8 @@ class BlockMask(Parts):
         self._refuse_stack()
         partial, full = self._flags()
 
+        @own
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-            """Whether the entry (b, h, q_idx, kv_idx) is visible: its block is full, or is partial and the traced mask shows the entry.
-            Indices count from 0 in the arrays of the call; a mask of one batch entry (head) serves every b (h).
-            """
             batch, heads = (at if n > 1 else 0 for at, n in zip((b, h), partial.shape[:2], strict=True))
             block = (batch, heads, q_idx // self.block_size[0], kv_idx // self.block_size[1])
             return full[block] | (partial[block] & inside(b, h, q_idx, kv_idx))
@@ -72,11 +69,7 @@ class BlockMask(Parts):
 
     @property
     def _within_partial_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The traced mask as a function (b, h, q_idx, kv_idx) -> bool scalar, which decides the entries of partial blocks.
-
-        The arguments count from 0 in the arrays of the call. Without a mask program the function returns True. It does not read the
-        lists.
-        """
+        """The traced mask as a function (b, h, q_idx, kv_idx) -> bool scalar, which does not read the lists."""
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)
         mask_mod = as_mask_mod(self.program, self.captures)
@@ -89,47 +82,41 @@ class BlockMask(Parts):
         )
 
     def _flags(self) -> tuple[Array, Array]:
-        """(partial, full): for every block whether it is in the list of partial (full) blocks, bool [B, H, q_blocks, kv_blocks]."""
+        """(partial, full): whether a list names the block, bool [B, H, q_blocks, kv_blocks]."""
         columns = self.blocks[1]
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
         return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
     @property
+    @own
     def q_num_blocks(self) -> Array:
-        """int32 [B, H, kv_blocks]: number of query blocks that list each key block as partial.
-
-        The four transposed lists (q_num_blocks, q_indices, full_q_num_blocks, full_q_indices) are computed at each access.
-        """
+        """int32 [B, H, kv_blocks]: number of query blocks that list each key block as partial."""
         return self._transposed(0)[0]
 
     @property
+    @own
     def q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: the numbers of the query blocks that list each key block as partial, ascending.
-
-        Entries from the count of q_num_blocks on are arbitrary.
-        """
+        """int32 [B, H, kv_blocks, width]: the query blocks that list each key block as partial, ascending."""
         return self._transposed(0)[1]
 
     @property
+    @own
     def full_q_num_blocks(self) -> Array:
         """int32 [B, H, kv_blocks]: number of query blocks that list each key block as full."""
         return self._transposed(1)[0]
 
     @property
+    @own
     def full_q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: the numbers of the query blocks that list each key block as full, ascending.
-
-        Entries from the count of full_q_num_blocks on are arbitrary.
-        """
+        """int32 [B, H, kv_blocks, width]: the query blocks that list each key block as full, ascending."""
         return self._transposed(1)[1]
 
     def _transposed(self, pair: int) -> tuple[Array, Array]:
-        """The transposed lists (counts, block numbers) of the query blocks of each key block; pair: 0 partial, 1 full blocks."""
+        """The transposed lists (counts, block numbers); pair: 0 partial, 1 full blocks."""
         lists = (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)[2 * pair :][:2]
         return transpose.transposed(*lists, columns=self.blocks[1], width=self.transposed_widths[pair])
 
     def _refuse_stack(self) -> None:
-        """Raises ValueError for a stack of block masks, as vmap makes them."""
         stack = self.kv_num_blocks.shape[:-3]
         if stack:
             raise bad_argument(
@@ -139,17 +126,18 @@ class BlockMask(Parts):
                 "Map over the stack with vmap or scan, or take one of it: jax.tree.map(lambda x: x[0], block_mask).",
             )
 
+    @own
     def to_dense(self) -> Array:
-        """int32 [B, H, q_blocks, kv_blocks]: 1 for blocks that are visited (partial or full), 0 for empty ones. Raises ValueError for a
-        stack of block masks.
-        """
+        """int32 [B, H, q_blocks, kv_blocks]: 1 for visited blocks, else 0. ValueError for a stack of masks."""
         self._refuse_stack()
         partial, full = self._flags()
         return (partial | full).astype(jnp.int32)
 
+    @own
     def to_mask(self) -> Array:
-        """bool [B, H, q_len, kv_len]: whether each entry is visible, by the lists and the mask as kernels apply them. For tests,
-        because it has the size of the attention matrix. Raises ValueError for a stack of block masks.
+        """bool [B, H, q_len, kv_len]: whether each entry is visible, by the lists and the mask as kernels apply them.
+
+        For tests, because it has the size of the attention matrix. Raises ValueError for a stack of block masks.
         """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
@@ -162,6 +150,7 @@ class BlockMask(Parts):
         partial, full = self._flags()
         return (spread(partial) & on) | spread(full)
 
+    @own
     def sparsity(self) -> float:
         """The percentage of blocks that are empty and so are skipped, 0 to 100; 0 for a mask without blocks.
 
@@ -177,6 +166,8 @@ class BlockMask(Parts):
     # ------------------------------------------------------------------ making others
 
     @classmethod
+    @public
+    @own
     def from_kv_blocks(
         cls,
         kv_num_blocks: Array,
@@ -191,28 +182,28 @@ class BlockMask(Parts):
     ) -> "BlockMask":
         """A block mask from your own lists.
 
-        kv_num_blocks, kv_indices             int32 [B, H, q_blocks] and [B, H, q_blocks, width]: the key blocks of each query
-                                              block in which `mask_mod` applies
+        kv_num_blocks, kv_indices             int32 [B, H, q_blocks] and [B, H, q_blocks, width]: the key blocks of each
+                                              query block in which `mask_mod` applies
         full_kv_num_blocks, full_kv_indices   the same for key blocks whose entries are all visible; None for none
         block_size                            tokens of a block, one number or (queries, keys)
         mask_mod                              None: all entries of the blocks of the first pair are visible
-        q_len, kv_len                         in tokens; by default q_blocks, and the largest block number + 1, times the block
-                                              size (the latter needs concrete lists)
+        q_len, kv_len                         in tokens; by default the blocks of the lists times the block size; for
+                                              kv_len this needs concrete lists
 
-        The lists may be traced, need no order, and name a key block at most once for each query block. Raises ValueError for
-        shapes, dtypes, block numbers, counts or lengths that do not fit. Numbers in traced lists cannot be checked: a block number
-        that is negative or past the last block is dropped, and a count is limited to 0..width.
+        The lists may be traced, need no order, and name a key block at most once for each query block. Raises
+        ValueError for shapes, dtypes, block numbers, counts or lengths that do not fit. In traced lists a block number
+        out of range is dropped, and a count is limited to 0..width.
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))
 
+    @own
     def __getitem__(self, index: object) -> "BlockMask":
-        """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays. A part that is left out,
-        at the end or by an Ellipsis, selects all.
+        """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays.
 
-        An int keeps its axis with size 1. Query 0 of the result is the first selected query, as decoding and chunked prefill
-        need, and the mask_mod of the result is shifted accordingly. The mask of a query stays the same if query blocks are
-        selected out of order. Raises ValueError for a mask with an origin, for a stack of masks and for an index that does not fit.
+        A part that is left out, at the end or by an Ellipsis, selects all; an int keeps its axis with size 1. Query 0
+        of the result is the first selected query, as decoding and chunked prefill need. Raises ValueError for a mask
+        with an origin, for a stack of masks and for an index that does not fit.
         """
         self._refuse_stack()
         if self.origin is not None:
@@ -224,24 +215,22 @@ class BlockMask(Parts):
 
     # ------------------------------------------------------------------ pictures
 
+    @own
     def to_string(self, width: int = 64) -> str:
-        """The repr, then for each (b, h) a framed picture, a character for each block: `█` full, `░` partial, ` ` empty.
+        """The repr, then a framed picture of each (b, h), a character a block: `█` full, `░` partial, ` ` empty.
 
-        width   the most rows and columns of characters; with more blocks, several share a character
-
-        Raises ValueError for traced lists and for a stack of masks.
+        With more than `width` blocks several share a character. Raises ValueError for traced lists and for a stack of
+        masks.
         """
         self._refuse_stack()
         return picture.text(self, repr(self), width)
 
+    @own
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
-        """Draws the classes of the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its
-        Axes.
+        """Draws the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its Axes.
 
-        batch, head   which of the mask's own batch entries and heads (`shape`): 0 where the mask has one for all
-        axes          matplotlib Axes to draw on; None makes new ones
-
-        Raises ValueError for a number out of range, a traced mask or a stack of masks, ImportError without matplotlib.
+        `batch` and `head` count the mask's own batch entries and heads (`shape`). Raises ValueError for a number out of
+        range, a traced mask or a stack of masks, ImportError without matplotlib.
         """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
@@ -257,18 +246,14 @@ class BlockMask(Parts):
         return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: the repr, with a picture of the first (b, h) below it unless the mask is a stack, its lists are traced or
-        empty, or its leaves are no arrays.
-        """
+        """HTML for notebooks: the repr, with a picture of the first (b, h) below it if it can be drawn."""
         if getattr(self.kv_num_blocks, "ndim", None) != 3:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
-        """Such as "BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.5%)"; "traced" in place of the sparsity if the
-        lists have no values yet, and "stack=(4,), " before the shape for a stack of 4 masks. The names and values of the leaves instead
-        if they are no arrays, as in the in_axes of jax.vmap or in what jax.tree.map made.
-        """
+        """Such as "BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.5%)"."""
+        # in the in_axes of jax.vmap, or after jax.tree.map, the leaves are no arrays
         if not hasattr(self.kv_num_blocks, "shape"):
             return f"BlockMask({', '.join(f'{f}={getattr(self, f)!r}' for f in ARRAY_FIELDS)})"
         b, h, q, kv = self.shape
@@ -281,19 +266,31 @@ class BlockMask(Parts):
         return head + f", sparsity={self.sparsity():.1f}%)"
 
 
+class Static(tuple):
+    """The static data of a block mask. jax shows its text where block masks that are stacked together differ in it."""
+
+    def __repr__(self) -> str:
+        fields = dict(zip(STATIC_FIELDS, self, strict=False))
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        return (
+            "Block masks of different functions, lengths, block sizes or widths cannot be stacked or mapped "
+            "together. Make them by one function whose captured arrays differ, under jax.vmap, or keep them in a "
+            f"list and call once for each. This one has: {shown}"
+        )
+
+
 def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
-    """(array fields, static data) of a block mask for the pytree registry: ARRAY_FIELDS; the values of STATIC_FIELDS, then `as_made`.
-    on_host is in neither.
-    """
-    return tuple(getattr(mask, f) for f in ARRAY_FIELDS), (*(getattr(mask, f) for f in STATIC_FIELDS), mask.as_made)
+    """(array fields, static data) of a block mask for the pytree registry."""
+    return tuple(getattr(mask, f) for f in ARRAY_FIELDS), Static(
+        (*(getattr(mask, f) for f in STATIC_FIELDS), mask.as_made)
+    )
 
 
 def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
-    """Makes the block mask of its static data and array fields, as `_flatten` has them; the inverse of `_flatten`, but on_host is None. A
-    mask whose lists were as they were made counts as made of the new arrays, so that a mask that crosses jit as an argument is not
-    sorted in every call.
+    """The inverse of `_flatten`, without on_host; checks nothing, because jax puts placeholders in the leaves.
 
-    Checks nothing, because jax puts placeholders in the leaves.
+    A mask whose lists were as they were made counts as made of the new arrays, so that a mask that crosses jit as an
+    argument is not sorted in every call.
     """
     mask = object.__new__(BlockMask)
     *fields, as_made = static
@@ -304,14 +301,21 @@ def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
-    """(pairs (key that names the field, value) of the array fields, static data), as `_flatten` has them."""
     keys = tuple((jax.tree_util.GetAttrKey(f), getattr(mask, f)) for f in ARRAY_FIELDS)
     return keys, _flatten(mask)[1]
 
 
-jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)  # pyright: ignore[reportArgumentType] jax types the leaves as iterables
+# jax types the leaves as iterables
+jax.tree_util.register_pytree_with_keys(
+    BlockMask,
+    _flatten_with_keys,
+    _unflatten,  # pyright: ignore[reportArgumentType]
+    _flatten,
+)
 
 
+@public
+@own
 def create_block_mask(
     mask_mod: MaskMod,
     batch: int | None,
@@ -329,14 +333,14 @@ def create_block_mask(
     q_len, kv_len  lengths in tokens, any; the last block may reach past the end
     block_size     tokens of a block, one number or (queries, keys)
     exact          the interval analysis may call a full or empty block partial, which costs time and never correctness.
-                   True: evaluate such blocks entry by entry. None: do so where the work is small and no captured array is traced,
-                   nor the origin (inside jit that of queries or keys always is). False: never.
-    origin         Origin: where the queries and keys lie in the whole problem, whose indices mask_mod sees; q_len, kv_len and the
-                   block numbers in the lists count from 0. The block mask keeps the origin, and calls that use the block mask
-                   take it for score_mod and dropout too. With one position for each batch entry the lists are made for each
+                   True: evaluate such blocks entry by entry. None: do so where the work is small and neither a captured
+                   array nor the origin is traced. False: never.
+    origin         where the queries and keys lie in the whole problem, whose indices mask_mod sees; q_len, kv_len and
+                   the block numbers in the lists count from 0. Calls that use the block mask take it for score_mod and
+                   dropout too.
 
-    Takes O(blocks) time, beside the entries that `exact` evaluates, and never makes a q_len x kv_len array. Works inside jit, and
-    with captured arrays that are traced. Raises ValueError for arguments that do not fit each other, and for a mask_mod that cannot
-    be compiled, or that reads `b` (`h`) where batch (heads) is None.
+    Takes O(blocks) time, beside the entries that `exact` evaluates, and never makes a q_len x kv_len array. Works
+    inside jit, and with captured arrays that are traced. Raises ValueError for arguments that do not fit each other,
+    and for a mask_mod that cannot be compiled, or that reads `b` (`h`) where batch (heads) is None.
     """
     return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact, origin))

@@ -1,17 +1,11 @@
 """Makes block masks: from a mask_mod, also one that was traced already, and from the user's lists.
 
-The blocks of a mask whose captured arrays are known are classified in chunks from the host, and the lists are about as wide as
-the longest row. A mask with traced captured arrays is classified on the device, inside the caller's jit, with lists as wide as
-the number of key blocks.
-
-A block mask is made as `Parts` (parts.py), the base class of BlockMask. A pair of lists is two int32 arrays: how many blocks each
-row lists, and their numbers. Coordinates of blocks are [n, 4]: batch entry, head, query block, key block.
-
-A TracedMod is a mask function after tracing: its program and its captured arrays.
+The blocks of a mask whose captured arrays are known are classified in chunks from the host, and the lists are about as
+wide as the longest row. A mask with traced captured arrays is classified on the device, inside the caller's jit, with
+lists as wide as the number of key blocks.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -19,17 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import BlockedMask, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
-from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
+from flexjax.block_mask.traced_lists import Split, traced_lists
 from flexjax.errors import bad_argument
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
+from flexjax.ir.reach import reach_of
+from flexjax.mod_tools.made_for import Reach, check_sizes, exactly
 from flexjax.mod_tools.numpy_arrays import as_array
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS
+from flexjax.partition import explicit_names
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod, check_callable, trace_mask_mod
 from flexjax.types import Origin
@@ -44,17 +40,7 @@ def from_mask_mod(
     exact: bool | None,
     origin: Origin | OriginTable | None = None,
 ) -> Parts:
-    """The block mask of a mask function, after a check of all arguments: what create_block_mask returns, as Parts.
-
-    dims        batch, heads, q_len, kv_len; batch (heads) None: the mask must not read b (h), and one mask serves all
-    block_size  tokens of a block, one number or (queries, keys)
-    exact       whether blocks that the analysis cannot decide are evaluated entry by entry; otherwise they are partial. None: if that
-                is little work, and not if a captured array or the origin is traced, as one of queries or keys always is inside jit
-    origin      where the arrays lie in the whole problem; None: mask_mod gets rows as positions. An origin with a row for each batch
-                entry gives each of them lists of its own
-
-    Raises ValueError for arguments that do not fit, and for a mask_mod that cannot be traced (ModError).
-    """
+    """What create_block_mask returns, as Parts, after a check of all arguments."""
     check_callable("mask_mod", mask_mod, MASK_ARGUMENTS)  # before lengths, which a mask may stand in the place of
     if not isinstance(exact, bool | np.bool_ | None):
         raise bad_argument(
@@ -64,25 +50,24 @@ def from_mask_mod(
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))
     table = table_of(origin, counts[0] or 1, sizes[:2])
-    traced = trace_placed_mask(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len), table)
+    known = reach_of(origin, table, (counts[0] or 1, counts[1] or 1, *sizes[:2]))
+    reach = Reach((counts[0] and known.counts[0], counts[1] and known.counts[1], *known.counts[2:]), known.exact)
+    check_sizes("mask_mod", mask_mod, reach)
+    traced = trace_placed_mask(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len), table, reach)
     for name, axis, count in (("batch", "b", batch), ("heads", "h", heads)):
         if count is None and traced.program.reads(axis):
             raise ValueError(
-                f"`{name}` is None but `mask_mod` depends on `{axis}`; expected the number of {name if name == 'heads' else 'batch entries'}. "
-                f"Pass {name}=... so that each gets its own blocks."
+                f"`{name}` is None but `mask_mod` depends on `{axis}`; expected the number of "
+                f"{name if name == 'heads' else 'batch entries'}. Pass {name}=... so that each gets its own blocks."
             )
     return from_traced(traced, (counts[0] or 1, counts[1] or 1), sizes, exact, table)
 
 
-def trace_placed_mask(mask_mod: Callable, sizes: Sizes, origin: OriginTable | None) -> TracedMod:
-    """Traces `mask_mod` for a call with these sizes (batch, heads, q_len, kv_len). The program takes b and h of the call, to which it
-    adds origin.batch and origin.head, and positions q and kv in the whole problem.
-
-    origin   None: nothing is added. Numbers of the origin that the program reads follow the captured arrays of mask_mod
-
-    Raises ModError, a ValueError, for a mask_mod that cannot be traced.
-    """
-    traced = trace_mask_mod(mask_mod, sizes_of(origin, sizes))
+def trace_placed_mask(
+    mask_mod: Callable, sizes: Sizes, origin: OriginTable | None, reach: Reach | None = None
+) -> TracedMod:
+    """Traces `mask_mod` for a call; numbers of the origin that it reads follow its captured arrays."""
+    traced = trace_mask_mod(mask_mod, sizes_of(origin, sizes), reach)
     (program,), more = shift_heads((traced.program,), origin, *sizes[:2])
     return dataclasses.replace(traced, program=program, arrays=(*traced.arrays, *more))
 
@@ -93,46 +78,32 @@ def from_traced(
     sizes: tuple[int, int, int, int],
     exact: bool | None = None,
     origin: OriginTable | None = None,
+    work: Split | None = None,
 ) -> Parts:
-    """The block mask of a mask function that was traced already.
+    """The block mask of a mask function that was traced already (`trace_placed_mask`).
 
-    traced  as `trace_placed_mask` returns it
-    heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one. An origin with a row for
-            each batch entry gives each of them lists of its own
-    sizes   q_len, kv_len, block_q, block_kv
-    exact   whether blocks that the analysis cannot decide are evaluated entry by entry; None: if that is little work, and not if a
-            captured array is traced
-    origin  where the mask's queries and keys lie in the whole problem; its arrays count as captured arrays. Raises
-            ValueError if it has several runs that the block size does not divide. None: the mask is the whole problem
-
-    If a captured array is traced, blocks are classified on the device, in the caller's program, with lists as wide as
-    there are key blocks. Otherwise they are classified now, and the lists are concrete and as wide as the longest row
-    (rounded up if the mask captures arrays).
+    `heads` is (batch, heads), 1 if all share one list; `sizes` is (q_len, kv_len, block_q, block_kv). `work` has the
+    explicit mesh axes that split the batch and the heads of the call; None: those that split the captured arrays.
+    Raises ValueError if the origin has several runs that the block size does not divide.
     """
     layout, given = None, tuple(traced.arrays)
     if origin is not None and origin.layout is not None and origin.starts is not None:
         layout, given = origin.layout, (*given, *origin.starts)
         if not layout.tile_fits(*sizes[2:]):
             raise bad_argument(
-                "block_size", f"{sizes[2:]}", f"one that divides the runs of the origin, {layout.query_run} queries and "
-                f"{layout.key_run} keys", "Use smaller blocks.",
-            )  # fmt: skip
+                "block_size",
+                f"{sizes[2:]}",
+                f"one that divides the runs of the origin, {layout.query_run} queries and {layout.key_run} keys",
+                "Use smaller blocks.",
+            )
         heads = (max(heads[0], layout.rows), heads[1])
     mask = BlockedMask(traced.program, heads, sizes, layout)
     rows, columns = mask.counts
-    split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in given)
     if any(isinstance(a, Tracer) for a in given):
-        # with explicit axes every device makes the whole block mask, so that there is nothing for a partitioning rule to split
-        build: Callable = lists_of_whole_arrays if split else traced_lists
-        make: Callable = functools.partial(build, mask, exact=bool(exact))
-        arrays = given
-        if split:
-            arrays = tuple(map(_unsplit, arrays))
-            make = jax.sharding.auto_axes(make, out_sharding=PartitionSpec())
-        return parts_of(
-            make(arrays), tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows), origin=origin
-        )
+        lists = traced_lists(mask, given, bool(exact), work)
+        return parts_of(lists, tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows), origin=origin)
     with jax.ensure_compile_time_eval():
+        split = any(explicit_names(jax.typeof(a).sharding.mesh) for a in given)
         known = [jnp.asarray(np.asarray(a)) for a in given] if split else given
     with eager_without_mesh():
         partial, full = classify_on_host(mask, known, exact)
@@ -151,16 +122,6 @@ def from_traced(
     )  # fmt: skip
 
 
-def _unsplit(x: Array) -> Array:
-    """The array x itself; if explicit mesh axes split it, a copy that is gathered on all devices of the mesh, so that every device has
-    all of it.
-    """
-    where = jax.typeof(x).sharding
-    if all(part is None for part in where.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(where.mesh, PartitionSpec()))
-
-
 # ------------------------------------------------------------------- from lists
 
 
@@ -171,19 +132,7 @@ def from_lists(
     q_len: int | None,
     kv_len: int | None,
 ) -> Parts:
-    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as Parts.
-
-    lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices: integers [B, H, q_blocks] and
-                 [B, H, q_blocks, width]. The last two may both be None: no full blocks. Numbers need no order, and are sorted
-    block_size   tokens of a block: one number or (queries, keys)
-    mask_mod     of the blocks of the first pair, which is traced; None: all their entries are visible
-    q_len        in tokens; None: as long as the query blocks of the lists
-    kv_len       in tokens; None: (largest block number + 1) * the key block size, 0 if no block is named; that needs concrete lists
-
-    Raises ValueError for arguments that do not fit: one of the last two lists alone, shapes, dtypes, lengths and, in concrete
-    lists, counts and block numbers out of range and a block named twice in a row. Traced lists cannot be checked: block numbers
-    out of range are dropped, and counts are limited to the width.
-    """
+    """What BlockMask.from_kv_blocks returns, as Parts, after a check of all arguments."""
     num, index, full_num, full_index = lists
     if (full_num is None) != (full_index is None):
         raise bad_argument(
@@ -204,6 +153,7 @@ def from_lists(
             "Make them agree.",
         )
     block_q, block_kv = block_sizes(block_size)
+    given = (q_len, kv_len)
     q_len = num.shape[2] * block_q if q_len is None else _length("q_len", q_len)
     if cdiv(q_len, block_q) != num.shape[2]:
         raise bad_argument(
@@ -223,8 +173,11 @@ def from_lists(
     traced = TracedMod(None, ())  # type: ignore[arg-type]
     if mask_mod is not None:
         # a list of one entry may serve any number of them
-        counts = tuple(n if n > 1 else BROADCAST for n in num.shape[:2])
-        traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
+        several = tuple(n if n > 1 else None for n in num.shape[:2])
+        reach = exactly(several[0], several[1], *given)
+        check_sizes("mask_mod", mask_mod, reach)
+        counts = tuple(n or BROADCAST for n in several)
+        traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len), reach)
     arrays = (num, index, full_num, full_index)
     widths = transpose.q_widths(arrays, columns)
     on_host = None if any(isinstance(x, Tracer) for x in arrays) else tuple(np.asarray(x) for x in arrays)
@@ -235,11 +188,7 @@ def from_lists(
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
-    """A pair of lists as int32 arrays. Raises ValueError for shapes and dtypes that do not fit.
-
-    name   "kv" or "full_kv", with which the names of the arguments begin
-    num    how many blocks each row lists, [B, H, q_blocks]; index: their numbers, [B, H, q_blocks, width]
-    """
+    """A pair of lists as int32 arrays, after a check of shapes and dtypes; `name` is "kv" or "full_kv"."""
     counts, blocks = (x if isinstance(x, Array) else np.asarray(x) for x in (num, index))
     for suffix, array, rank in (("num_blocks", counts, 3), ("indices", blocks, 4)):
         if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -260,9 +209,7 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
 
 
 def _as_int32(array: Array | np.ndarray) -> Array:
-    """The integers as int32. Those that int32 cannot represent are clipped to its ends, so that later checks still find them out
-    of range.
-    """
+    """The integers as int32, clipped to its ends, so that later checks still find them out of range."""
     ends = jnp.iinfo(jnp.int32)
     if jnp.iinfo(array.dtype).max > ends.max:
         array = array.clip(max(ends.min, jnp.iinfo(array.dtype).min), ends.max)
@@ -270,14 +217,7 @@ def _as_int32(array: Array | np.ndarray) -> Array:
 
 
 def in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
-    """A pair of lists, sorted, without entries that name no block: those past the count, and numbers outside of
-    0 .. columns - 1.
-
-    num, index   how many blocks each row lists, and their numbers
-    columns      how many key blocks the attention matrix has
-
-    Returns the new counts, and the numbers, ascending and in the same width, with 0 past the counts.
-    """
+    """A pair of lists, sorted, without numbers outside of 0 .. columns - 1; 0 past the counts."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     live &= (index >= 0) & (index < columns)
     index = jnp.sort(jnp.where(live, index, columns), axis=-1)
@@ -285,11 +225,7 @@ def in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _ascending(num: Array, index: Array) -> Array:
-    """The numbers of a pair of concrete lists that `_check_columns` has checked, ascending in each row; those past the count stay
-    behind the others. The array itself where the rows are sorted.
-
-    num, index   how many blocks each row lists, and their numbers
-    """
+    """The numbers of a pair of checked, concrete lists, ascending in each row; those past the count stay behind."""
     numbers, beyond = np.asarray(index), np.arange(index.shape[-1]) >= np.asarray(num)[..., None]
     keys = np.where(beyond, np.iinfo(np.int32).max, numbers)
     if (keys[..., 1:] >= keys[..., :-1]).all():
@@ -299,11 +235,7 @@ def _ascending(num: Array, index: Array) -> Array:
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
-    """The key length that is assumed for lists without kv_len: (largest block number in them + 1) * block_kv; 0 if they
-    name no block.
-
-    Numbers past the counts are ignored. Raises ValueError if the lists are traced.
-    """
+    """The assumed key length: (largest block number in the lists + 1) * block_kv; 0 if they name no block."""
     if any(isinstance(x, Tracer) for x in lists):
         raise bad_argument(
             "kv_len", "None", "the number of keys, since the lists are traced", "Pass kv_len=key.shape[1]."
@@ -317,12 +249,7 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Raises ValueError if concrete lists have a count or block number out of range, or name a block twice in one row, be it in one list
-    or in both.
-
-    lists     counts and numbers of the partial blocks, then those of the full blocks
-    columns   how many key blocks the attention matrix has
-    """
+    """Raises ValueError if concrete lists have a number out of range, or name a block twice in one row."""
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
         num, index = np.asarray(num), np.asarray(index)
@@ -356,7 +283,7 @@ def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> No
 
 
 def block_sizes(block_size: object) -> tuple[int, int]:
-    """(queries, keys) of a block from the argument block_size, one number or two. Raises ValueError for anything else."""
+    """(queries, keys) of a block from the argument block_size, one number or two."""
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2 or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in pair):
         raise bad_argument(
@@ -370,16 +297,12 @@ def block_sizes(block_size: object) -> tuple[int, int]:
 
 
 def _length(name: str, value: object) -> int:
-    """The value of the argument `name` as an int. Raises ValueError if it is not a length in tokens (an int of at least 0)."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
         raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
     return int(value)
 
 
 def _count(name: str, value: object) -> int | None:
-    """The value of the argument `name` as an int, or None for None. Raises ValueError if it is not a positive number (of batch
-    entries or heads).
-    """
     if value is None:
         return None
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:

@@ -1,14 +1,12 @@
 """The class of every block of a mask: empty, partial or full.
 
-Interval analysis (analysis/intervals.py) decides most blocks with one evaluation a block. A block that it cannot decide is
-uncertain. If the caller wants exactness, uncertain blocks are evaluated entry by entry, in bounded chunks; otherwise they
-count as partial.
+Interval analysis (analysis/intervals.py) decides most blocks with one evaluation a block. A block that it cannot decide
+is uncertain. If the caller wants exactness, uncertain blocks are evaluated entry by entry, in bounded chunks; otherwise
+they count as partial.
 
-`mask` is a BlockedMask in every function, and `captures` are the arrays that its program reads, followed by the two tables of its
-origin if it has one. Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE
+`captures` are the arrays that the mask's program reads, followed by the two tables of its origin if it has one.
+`places` are coordinates of blocks, int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE
 neighbouring blocks; its coordinates count query and key blocks in squares. A code is a class or UNSURE.
-
-A Truth is what the analysis knows of the mask in each block: whether it can be True or False, and surely is somewhere.
 """
 
 import functools
@@ -21,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.analysis.block_grid import block_grid, block_tiles
+from flexjax.analysis.block_grid import BlockGrid, block_grid, block_tiles
+from flexjax.analysis.interval_loads import whole_dims
 from flexjax.analysis.interval_values import Truth
-from flexjax.analysis.intervals import decide
+from flexjax.analysis.intervals import decide, depends_on_device
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
 from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import NOWHERE, OriginLayout, Placed, Starts, key_positions, query_positions
-from flexjax.ir.program import Program, classify_load
+from flexjax.ir.program import Load, Program, axes_of, classify_load, loop_indices, loop_size, loops_of
 
 Array = jax.Array
 
@@ -45,29 +44,23 @@ TILES_AT_ONCE = 1 << 12
 UNSURE = 3
 """Code of an uncertain block, beside the classes EMPTY, PARTIAL and FULL."""
 EXACT_BUDGET = 1 << 27
-"""Mask entries that the exact check may evaluate where `exact` is None: about a second on a CPU core."""
+"""Mask entries, times the rounds of loops, that `exact=None` may evaluate: about a second on a CPU core."""
 
 Sizes = tuple[int, int, int, int]
 """q_len, kv_len, block_q, block_kv."""
 
 
 class BlockedMask(typing.NamedTuple):
-    """A mask that is cut into blocks, without its arrays: what is static when its blocks are classified.
-
-    program  the mask program
-    heads    (batch, heads) of the block mask; 1 if all batch entries or heads share their blocks
-    sizes    q_len, kv_len, block_q, block_kv
-    origin   where queries and keys lie in the whole problem; None: from 0 on
-    """
+    """A mask that is cut into blocks, without its arrays: what is static when its blocks are classified."""
 
     program: Program
+    # (batch, heads) of the block mask; 1 if all share their blocks
     heads: tuple[int, int]
     sizes: Sizes
     origin: OriginLayout | None = None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of query blocks and of key blocks."""
         q_len, kv_len, block_q, block_kv = self.sizes
         return cdiv(q_len, block_q), cdiv(kv_len, block_kv)
 
@@ -77,21 +70,14 @@ class BlockedMask(typing.NamedTuple):
         return self._replace(sizes=(q_len, kv_len, block_q * SIDE, block_kv * SIDE))
 
     def placed(self, captures: Sequence[Array]) -> tuple[Sequence[Array], Placed]:
-        """(the captured arrays of the program, where queries and keys lie). With an origin these are `captures` without the last two
-        arrays, which are the tables of the origin, and (origin, the tables); without one `captures` and NOWHERE.
-        """
+        """(the captured arrays of the program, where queries and keys lie)."""
         if self.origin is None:
             return captures, NOWHERE
         return captures[:-2], (self.origin, Starts(*captures[-2:]))
 
 
 def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """(class int8, certain bool) of blocks, two arrays of `shape`, from what the analysis knows of the mask in each block.
-
-    truth   has arrays that broadcast to `shape`
-
-    The class of an uncertain block is PARTIAL. A partial block is certain if it surely has visible and hidden entries.
-    """
+    """(class int8, certain bool) of blocks, of `shape`; the class of an uncertain block is PARTIAL."""
     full, empty = ~truth.can_false, ~truth.can_true
     found = jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int8)
     certain = empty | full | (truth.sure_true & truth.sure_false)
@@ -99,11 +85,7 @@ def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def classify_rows(mask: BlockedMask, captures: Sequence[Array], q_blocks: Array) -> tuple[Array, Array]:
-    """(class int8, certain bool) of all blocks in the given rows, by interval analysis: each [batch, heads, len(q_blocks), kv
-    blocks].
-
-    q_blocks   int32: the numbers of the query blocks; all key blocks of each are classified
-    """
+    """(class int8, certain bool) of all blocks in these rows: each [batch, heads, len(q_blocks), kv blocks]."""
     columns = mask.counts[1]
     arrays, placed = mask.placed(captures)
     grid = block_grid(*mask.heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), mask.sizes, placed)
@@ -111,21 +93,15 @@ def classify_rows(mask: BlockedMask, captures: Sequence[Array], q_blocks: Array)
 
 
 def codes_of(found: Array, certain: Array) -> Array:
-    """The class of each block, int8, with UNSURE in place of the class of an uncertain one.
-
-    found, certain   the two arrays that `classes_of` returns
-    """
+    """The class of each block, int8, with UNSURE in place of the class of an uncertain one."""
     return jnp.where((found == PARTIAL) & ~certain, jnp.int8(UNSURE), found)
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled_rows(mask: BlockedMask) -> Callable:
-    """A compiled function from captures and numbers of query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]; cached by
-    the mask.
-    """
+    """A compiled function from captures and query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]."""
 
     def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
-        """The codes of the blocks in the rows `q_blocks` (int32 numbers of query blocks), int8 [batch, heads, len(q_blocks), kv blocks]."""
         return codes_of(*classify_rows(mask, captures, q_blocks))
 
     return jax.jit(classify)
@@ -133,14 +109,9 @@ def _compiled_rows(mask: BlockedMask) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_tiles(mask: BlockedMask) -> Callable:
-    """A compiled function from captures and coordinates [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]; cached by the
-    mask.
-    """
+    """A compiled function from captures and squares [n, 4] to codes of their blocks, int8 [n, SIDE, SIDE]."""
 
     def classify(captures: Sequence[Array], places: Array) -> Array:
-        """The codes of the blocks in the squares at `places` (int32 [n, 4]), int8 [n, SIDE, SIDE]; a block past the end of the matrix is
-        EMPTY.
-        """
         arrays, placed = mask.placed(captures)
         grid = block_tiles(places, SIDE, mask.sizes, placed)
         codes = codes_of(*classes_of(decide(mask.program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))
@@ -153,12 +124,13 @@ def _compiled_tiles(mask: BlockedMask) -> Callable:
 
 
 def classify_on_host(mask: BlockedMask, captures: Sequence[Array], exact: bool | None) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial and of the full blocks, each in ascending order, for a mask whose arrays are not traced.
+    """Coordinates [n, 4] of the partial and of the full blocks, each ascending, for a mask whose arrays are not traced.
 
-    exact   True: evaluate every uncertain block entry by entry. None: do so if EXACT_BUDGET suffices for all. False: never
+    `exact` as in create_block_mask; None evaluates uncertain blocks if EXACT_BUDGET suffices for all.
     """
     partial, full, unsure = _places(mask, captures)
-    affordable = len(unsure) * mask.sizes[2] * mask.sizes[3] <= EXACT_BUDGET
+    rounds = sum(loop_size(*axes_of(loop.inputs[1])) for loop in mask.program.loops) or 1
+    affordable = len(unsure) * mask.sizes[2] * mask.sizes[3] * rounds <= EXACT_BUDGET
     if exact or (exact is None and affordable):
         found = check_exactly(mask, captures, unsure)
         partial = _in_order([partial, unsure[found == PARTIAL]])
@@ -167,11 +139,10 @@ def classify_on_host(mask: BlockedMask, captures: Sequence[Array], exact: bool |
 
 
 def _places(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks, in this order and each ascending, by interval analysis.
+    """Coordinates [n, 4] of the partial, full and uncertain blocks, each ascending, by interval analysis.
 
-    A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty), and only
-    the blocks of the other squares are classified one by one. Programs for which `can_be_tiled` is False, and masks whose origin has
-    several runs, are classified block by block.
+    A large matrix is classified in squares first; all blocks of a full (empty) square are full (empty), and only the
+    blocks of the other squares are classified one by one.
     """
     large = math.prod(mask.heads) * math.prod(mask.counts) > COARSE_FROM and max(mask.counts) > SIDE
     apart = mask.origin is not None and not mask.origin.single  # a square of blocks may straddle two runs
@@ -189,10 +160,7 @@ def _places(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, n
 
 
 def codes_of_squares(mask: BlockedMask, captures: Sequence[Array], squares: np.ndarray) -> np.ndarray:
-    """int8 [n, SIDE, SIDE]: the codes of the blocks in squares of SIDE x SIDE blocks; past the end they are EMPTY.
-
-    squares   int32 [n, 4]: (b, h, q, kv) of each, q and kv counted in squares
-    """
+    """int8 [n, SIDE, SIDE]: the codes of the blocks in squares; past the end they are EMPTY."""
     run = _compiled_tiles(mask)
     at_once = TILES_AT_ONCE if len(squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
     found = [np.zeros((0, SIDE, SIDE), np.int8)]
@@ -204,18 +172,21 @@ def codes_of_squares(mask: BlockedMask, captures: Sequence[Array], squares: np.n
 
 
 def can_be_tiled(program: Program) -> bool:
-    """Whether a mask program may be classified in squares: if at most one index of each load depends on q or kv.
+    """Whether a mask may be classified in squares: if at most one index of each load depends on q or kv."""
+    # the analysis of other loads needs all rows and columns of a grid of blocks at once, not squares
+    loops = frozenset(loop_indices(program).values())
 
-    The analysis of other loads needs all rows and columns of a grid of blocks at once, not squares.
-    """
-    return all(sum(d != "uniform" for d in classify_load(load).dims) <= 1 for load in program.loads)
+    def varying(load: Load) -> int:
+        """How many indices of a load vary within a block, without those that the analysis reduces first."""
+        whole = whole_dims(load, program.captures[load.capture].shape, loops)
+        dims = enumerate(zip(load.index, classify_load(load).dims, strict=True))
+        return sum(n not in whole and (d != "uniform" or bool(loops_of(axes_of(a)))) for n, (a, d) in dims)
+
+    return all(varying(load) <= 1 for load in program.loads)
 
 
 def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
-    """Coordinates of all blocks in the squares at the coordinates `squares` [n, 4], without blocks past the end of the matrix.
-
-    counts   how many query blocks and key blocks the matrix has
-    """
+    """Coordinates of all blocks in the squares [n, 4], without blocks past the end of the matrix."""
     within = np.arange(
         SIDE, dtype=np.int32
     )  # of 32 bits, because a mask over a million tokens has 33 million full blocks
@@ -229,9 +200,7 @@ def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
 
 
 def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Several arrays of coordinates [n, 4] as one array, sorted by batch entry, head, query block, key block; at least one array must be
-    given.
-    """
+    """Several arrays of coordinates [n, 4] as one, sorted by batch entry, head, query block, key block."""
     places = np.concatenate(parts)
     if not len(places):
         return places
@@ -244,11 +213,7 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks, in this order and each ascending, by interval analysis of every
-    block.
-
-    A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks, or one row.
-    """
+    """As `_places`, by interval analysis of every block."""
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
     for first, codes in codes_of_rows(mask, captures):
         for code, places in found.items():
@@ -258,8 +223,9 @@ def _places_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.nd
 
 
 def codes_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> Iterator[tuple[int, np.ndarray]]:
-    """Classifies all blocks, a chunk of rows of blocks at a time. Yields (number of the first row, the codes of the chunk on the host:
-    int8 [batch, heads, rows of the chunk, columns]) in the order of the rows; nothing for a matrix without rows.
+    """Classifies all blocks, a chunk of rows of blocks at a time.
+
+    Yields (number of the first row, codes on the host: int8 [batch, heads, rows of the chunk, columns]).
     """
     rows, columns = mask.counts
     run = _compiled_rows(mask)
@@ -270,11 +236,7 @@ def codes_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> Iterator[tupl
 
 
 def check_exactly(mask: BlockedMask, captures: Sequence[Array], places: np.ndarray) -> np.ndarray:
-    """The class of each block at the coordinates `places` [n, 4], int8 [n] on the host, found by evaluating all its entries.
-
-    The blocks are evaluated in chunks of at most CHUNK_ENTRIES entries (at least one block), each by `classes_of_entries`. No places
-    give int8 [0].
-    """
+    """The class of each block at `places`, int8 [n] on the host, found by evaluating all its entries in chunks."""
     run = _compiled_entries(mask)
     at_once = max(1, CHUNK_ENTRIES // (mask.sizes[2] * mask.sizes[3]))
     if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
@@ -290,28 +252,34 @@ def check_exactly(mask: BlockedMask, captures: Sequence[Array], places: np.ndarr
 
 @functools.lru_cache(maxsize=256)
 def _compiled_entries(mask: BlockedMask) -> Callable:
-    """`classes_of_entries` as a compiled function (captures, places) -> int8 [n]; cached by the mask."""
     return jax.jit(lambda captures, places: classes_of_entries(mask, captures, places))
 
 
 def classes_of_entries(mask: BlockedMask, captures: Sequence[Array], places: Array) -> Array:
-    """The class of each block at the coordinates `places` (int32 [n, 4]: batch entry, head, query block, key block), int8 [n].
+    """The class of each block at `places`, int8 [n]; runs on the device, arguments may be traced.
 
-    The mask is evaluated at every entry of these blocks.
-    Entries past q_len or kv_len do not count. Runs on the device; arguments may be traced.
+    Entries past q_len or kv_len do not count. Where devices compute the mask differently (`depends_on_device`), a block
+    is full (empty) only if all its entries are surely visible (hidden) on each of them.
     """
     q_len, kv_len, block_q, block_kv = mask.sizes
     arrays, placed = mask.placed(captures)
 
     def one_block(place: Array) -> Array:
-        """The class, int8, of the block at the coordinates `place`, int32 [4]: batch entry, head, query block, key block."""
         q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
         kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        entry = lambda i, j: call_program(mask.program, arrays, (place[0], place[1], i, j))
         at_q, at_kv = query_positions(*placed, place[0], q), key_positions(*placed, place[0], kv)
-        on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(at_kv))(at_q)
+        if depends_on_device(mask.program):
+            rows, columns = at_q[None, None, :, None], at_kv[None, None, None, :]
+            b, h = (jnp.reshape(x, (1, 1, 1, 1)) for x in place[:2])
+            grid = BlockGrid(b, h, rows, rows, columns, columns, 1, 1)
+            truth = decide(mask.program, arrays, grid, entries=True)
+            can_be = (truth.can_true, ~truth.can_false)
+            maybe, on = (jnp.broadcast_to(x, (1, 1, block_q, block_kv))[0, 0] for x in can_be)
+        else:
+            entry = lambda i, j: call_program(mask.program, arrays, (place[0], place[1], i, j))
+            maybe = on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(at_kv))(at_q)
         inside = (q < q_len)[:, None] & (kv < kv_len)[None, :]
-        some, all_ = jnp.any(on & inside), jnp.all(on | ~inside)
+        some, all_ = jnp.any(maybe & inside), jnp.all(on | ~inside)
         return jnp.where(all_, FULL, jnp.where(some, PARTIAL, EMPTY)).astype(jnp.int8)
 
     return jax.vmap(one_block)(places)
@@ -319,19 +287,13 @@ def classes_of_entries(mask: BlockedMask, captures: Sequence[Array], places: Arr
 
 @functools.lru_cache(maxsize=256)
 def compiled_traced(mask: BlockedMask, exact: bool) -> Callable:
-    """`classify_traced` as a compiled function of the captures, which returns int8 [batch, heads, q_blocks, kv_blocks]; cached by the mask
-    and `exact`.
-
-    It is compiled because inside shard_map without jit each operation would be compiled and run alone.
-    """
+    """`classify_traced` as a compiled function of the captures."""
+    # compiled, because inside shard_map without jit each operation would be compiled and run alone
     return jax.jit(lambda captures: classify_traced(mask, captures, exact))
 
 
 def classify_traced(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> Array:
-    """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], computed on the device; captures may be traced.
-
-    exact   whether uncertain blocks are evaluated entry by entry; otherwise they are PARTIAL
-    """
+    """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], on the device; captures may be traced."""
     found, certain = classify_rows(mask, captures, jnp.arange(mask.counts[0], dtype=jnp.int32))
     if not exact:
         return found
@@ -341,7 +303,7 @@ def classify_traced(mask: BlockedMask, captures: Sequence[Array], exact: bool) -
     order = jnp.concatenate([order, jnp.full(at_once, flat.size, jnp.int32)])
 
     def chunk(t: Array, classes: Array) -> Array:
-        """`classes` of all blocks, int8 in one dimension, with those of the t-th chunk of uncertain blocks evaluated entry by entry."""
+        """`classes`, int8 in one dimension, with the t-th chunk of uncertain blocks evaluated entry by entry."""
         numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
         places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
         exact_classes = classes_of_entries(mask, captures, places)

@@ -1,8 +1,8 @@
-"""Operations on block lists that run on the host if all their arrays are numpy arrays, and in the caller's program otherwise.
+"""Operations on block lists that run on the host for numpy arrays, and in the caller's program otherwise.
 
-Lists that are known while a call is traced are numpy arrays (plan/known_lists.py). What a kernel needs of them is then computed
-once, with numpy, and is a constant of the program. The same operations on traced lists are about twenty small XLA kernels in each
-step. XLA could fold them if the lists are constants, but it takes minutes for large ones.
+Lists that are known while a call is traced are numpy arrays (plan/known_lists.py). What a kernel needs of them is then
+computed once and is a constant of the program. The same operations on traced lists are about twenty small XLA kernels
+in each step; XLA takes minutes to fold large ones.
 """
 
 import math
@@ -21,12 +21,12 @@ else:
 
 
 def known(*arrays: object) -> bool:
-    """Whether every array is a numpy array; None stands for an array that is not there. True for no arrays."""
+    """Whether every array is a numpy array; None stands for an array that is not there."""
     return all(x is None or isinstance(x, np.ndarray) for x in arrays)
 
 
 def module_of(*arrays: object) -> typing.Any:
-    """numpy if all arrays are known (`known`), else jax.numpy: where the functions come from that both modules have."""
+    """numpy if all arrays are known, else jax.numpy."""
     return np if known(*arrays) else jnp
 
 
@@ -34,22 +34,20 @@ MaybeArray = typing.TypeVar("MaybeArray", bound=jax.Array | None)
 
 
 def not_folded(*arrays: MaybeArray) -> tuple[MaybeArray, ...]:
-    """The arrays behind a barrier, past which XLA does not fold constants; the arrays themselves if all are known. None stays None.
-
-    Lists in a program are often constants, and XLA takes minutes to fold what follows for 1024 x 1024 blocks.
-    """
+    """The arrays behind a barrier, past which XLA does not fold constants, which can take minutes."""
     return arrays if known(*arrays) else tuple(lax.optimization_barrier(arrays))
 
 
 def largest_first(numbers: Array) -> Array:
-    """int32 indices that sort the last axis of `numbers` (integers) from the largest to the smallest, equal ones by index."""
+    """int32 indices that sort the last axis from the largest to the smallest number, equal ones by index."""
     if known(numbers):
-        return np.argsort(-np.asarray(numbers), axis=-1, kind="stable").astype(np.int32)  # pyright: ignore[reportReturnType]
+        order = np.argsort(-np.asarray(numbers), axis=-1, kind="stable")
+        return order.astype(np.int32)  # pyright: ignore[reportReturnType]
     return jnp.argsort(-numbers, axis=-1, stable=True).astype(jnp.int32)
 
 
 def sort_together(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays, all of one shape, sorted along the last axis by the first of them, equal entries by the second, and so on."""
+    """Arrays of one shape, sorted along the last axis by the first of them, equal entries by the second, and so on."""
     if known(*arrays):
         order = np.lexsort(tuple(reversed(arrays)), axis=-1)
         return [np.take_along_axis(np.asarray(x), order, axis=-1) for x in arrays]  # pyright: ignore[reportReturnType]
@@ -57,9 +55,7 @@ def sort_together(arrays: Sequence[Array]) -> list[Array]:
 
 
 def counts_of(numbers: Array, length: int) -> Array:
-    """How often each of 0 .. length - 1 occurs along the last axis of `numbers` (int32 [..., n], not negative): int32
-    [..., length]. Numbers from `length` on are not counted.
-    """
+    """How often each of 0 .. length - 1 occurs along the last axis of int32 [..., n]: int32 [..., length]."""
     lead = numbers.shape[:-1]
     rows = numbers.reshape(math.prod(lead), numbers.shape[-1])
     if known(numbers):
@@ -72,10 +68,7 @@ def counts_of(numbers: Array, length: int) -> Array:
 
 
 def flat_constant(x: Array) -> Array:
-    """x in one dimension; if it is known, with one more element, -1.
-
-    XLA computes a constant of equal or of consecutive numbers in a kernel of its own in each step, which takes as long as any
-    small kernel; with the -1 such an array stays a constant.
-    """
+    """x in one dimension; if it is known, with one more element, -1."""
+    # XLA computes a constant of equal or of consecutive numbers in a kernel of its own; with the -1 it stays a constant
     flat = x.reshape(-1)
     return np.append(flat, np.int32(-1)) if known(flat) else flat  # pyright: ignore[reportReturnType]

@@ -1,8 +1,6 @@
 """Pictures of a block mask as text, HTML and a matplotlib image: a character or cell for each block, by its class.
 
 Traced lists raise ValueError, except in `html`. In text and HTML several blocks share a cell where there are many.
-
-Parts are the fields of a block mask (parts.py).
 """
 
 import html as html_text
@@ -21,12 +19,7 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
-    """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks].
-
-    batch, head   numbers from 0 below the batch and head sizes of the lists, which may be 1; they are not checked here
-
-    Raises ValueError for traced lists.
-    """
+    """The classes of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks]."""
     if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
     out = np.zeros(mask.blocks, np.int8)
@@ -41,11 +34,7 @@ def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
 
 
 def shrink(grid: np.ndarray, most: int) -> np.ndarray:
-    """The classes `grid` [q_blocks, kv_blocks] reduced to int8 cells, at most `most` rows and columns of them. The cells have equally many
-    blocks, except that the last row and column may have fewer.
-
-    A cell is full (empty) if all its blocks are, else partial. A grid that fits is returned as it is.
-    """
+    """The classes in at most `most` rows and columns; a cell is full (empty) if all its blocks are, else partial."""
     for axis in (0, 1):
         group = cdiv(grid.shape[axis], most) if grid.shape[axis] else 1
         if group > 1:
@@ -56,11 +45,7 @@ def shrink(grid: np.ndarray, most: int) -> np.ndarray:
 
 
 def text(mask: Parts, title: str, width: int) -> str:
-    """The title, then a picture of every (b, h) of the mask in a frame under a heading such as "b=0 h=0", a character of SHADES for
-    each cell.
-
-    width   the most rows and columns of cells
-    """
+    """The title, then a picture of every (b, h) of the mask, at most `width` rows and columns of cells."""
     batches, heads = mask.kv_num_blocks.shape[:2]
     parts = [title]
     for b in range(batches):
@@ -73,9 +58,7 @@ def text(mask: Parts, title: str, width: int) -> str:
 
 
 def html(mask: Parts, title: str) -> str:
-    """HTML of the title and of the first (b, h) of the mask as a table of coloured cells, at most 64 by 64; only the title if the
-    lists are traced or empty. `title` is plain text, which is escaped here.
-    """
+    """HTML of the title and of the first (b, h), at most 64 by 64 cells; only the title for traced lists."""
     title = html_text.escape(title)
     if isinstance(mask.kv_num_blocks, Tracer) or not mask.kv_num_blocks.size:
         return f"<code>{title}</code>"
@@ -87,13 +70,7 @@ def html(mask: Parts, title: str) -> str:
 
 
 def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
-    """Draws the classes of the blocks of one batch entry and head as a matplotlib image under `title`, and returns the Axes.
-
-    batch, head   numbers below the batch and head sizes of the lists, which may be 1; the caller has checked them
-    axes          the Axes to draw on; None makes new ones
-
-    Every block is a cell, none is shared. Raises ImportError without matplotlib, ValueError for traced lists.
-    """
+    """Draws the classes of the blocks of one batch entry and head as a matplotlib image, and returns the Axes."""
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap

@@ -1,8 +1,7 @@
 """block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection.
 
-`picked` is everywhere the selection: three int arrays, the numbers of the selected batch entries, heads and query blocks.
-
-Parts are the fields of a block mask (parts.py).
+`picked` is everywhere the selection: three int arrays, the numbers of the selected batch entries, heads and query
+blocks.
 """
 
 from collections.abc import Callable
@@ -21,16 +20,9 @@ Array = jax.Array
 
 
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
-    """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
+    """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts without an origin.
 
-    mask       a single block mask. The result has no origin: where `mask` has one, `mask_mod` adds it
-    index      at most three parts (batch entries, heads, query blocks) and an Ellipsis; parts that are left out select
-               all. An int keeps its axis, with one element
-    mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in
-               the coordinates of `mask`
-
-    The mask of the result is traced in its own coordinates (`_shifted`), and concrete lists are cut to the longest
-    selected row, rounded up (`transpose.narrowed`). Raises ValueError for an index that does not fit.
+    `mask_mod` decides the entries of partial blocks in the coordinates of `mask`; it adds the origin of `mask`.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
@@ -56,22 +48,12 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
-    """The lists of the selected batch entries, heads and query blocks, from an index array x [B, H, q_blocks, width]; all of its width.
-
-    picked   the selected numbers along each of the first three axes; an axis may have a number several times
-    """
+    """The lists of the selection, from an index array x [B, H, q_blocks, width]."""
     return x[np.ix_(*picked)]
 
 
 def _numbers(part: object, size: int, name: str) -> np.ndarray:
-    """The positions along one axis that a part of the index selects, as an int array of numbers 0 .. size - 1.
-
-    part   an int, a slice or a 1-D int array; negative numbers count from the end
-    size   how many batch entries, heads or query blocks there are
-    name   what the axis is called in messages
-
-    Raises ValueError for anything else: other types, numbers out of range, and traced numbers.
-    """
+    """The positions along one axis that an int, a slice or a 1-D int array selects."""
     if isinstance(part, slice):
         return np.arange(size)[part]
     if isinstance(part, Tracer):
@@ -79,7 +61,8 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
             "index",
             f"a traced {name} number",
             "numbers known while tracing, since they decide the shape of the lists",
-            "For a query position that moves, capture it in the mask_mod (causal_offset does) and make a mask of one row.",
+            "For a query position that moves, capture it in the mask_mod (causal_offset does) and make a mask of one "
+            "row.",
         )
     numbers = np.atleast_1d(np.asarray(part))
     if not np.issubdtype(numbers.dtype, np.integer) or numbers.ndim != 1:
@@ -92,10 +75,7 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
 
 
 def _queries(mask: Parts, blocks: np.ndarray) -> int:
-    """How many queries the query blocks with the numbers `blocks` have together; the last block of the mask may be incomplete.
-
-    Raises ValueError if the mask's incomplete last block is selected before another block.
-    """
+    """How many queries the query blocks have together; ValueError if an incomplete last block comes before another."""
     size, last = mask.block_size[0], mask.blocks[0] - 1
     if len(blocks) and last in blocks[:-1] and mask.q_len % size:
         raise bad_argument(
@@ -109,16 +89,8 @@ def _queries(mask: Parts, blocks: np.ndarray) -> int:
 
 
 def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable) -> TracedMod:
-    """The mask traced in the coordinates of the selection: b, h and q_idx there count the selected entries, heads and
-    queries.
-
-    picked   concrete numbers; those of query blocks may be in any order
-    q_len    how many queries are selected
-    inner    which entries are visible, a function of scalars in the coordinates of `mask`
-
-    A mask without a program gives no program and no arrays. One selected batch entry (head) may serve any number in a
-    call.
-    """
+    """The mask traced in the coordinates of the selection; `inner` decides entries in those of `mask`."""
+    # one selected batch entry (head) may serve any number in a call
     if mask.program is None:
         return TracedMod(None, ())  # type: ignore[arg-type]
     batch, heads, blocks = (jnp.asarray(p, jnp.int32) for p in picked)
@@ -128,9 +100,6 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
     reads = [mask.program.reads(axis) for axis in ("b", "h")]
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """`inner` at the batch entry, head and query that the selection's b, h and q_idx stand for; kv_idx stays. b and h pass unchanged
-        where the mask program does not read them.
-        """
         query = q_idx + offset if in_order else blocks[q_idx // size] * size + q_idx % size
         return inner(batch[b] if reads[0] else b, heads[h] if reads[1] else h, query, kv_idx)
 

@@ -1,10 +1,11 @@
-"""The lists of a block mask whose arrays are traced: a primitive, so that over several devices each makes those of its share.
+"""The lists of a block mask whose arrays are traced: a primitive, of which each of several devices makes its share.
 
-A device classifies the blocks of its batch entries and heads from its entries of each array that the mask indexes with plain b
-or h (ir/split_axes.py). Without a rule of ours XLA gathers the parts of the devices at many steps, also inside loops.
+A device classifies the blocks of its batch entries and heads from its entries of each array that the mask indexes with
+plain b or h (ir/split_axes.py). Over automatic axes the primitive has a partitioning rule; without one XLA gathers the
+parts of the devices at many steps, also inside loops. Over explicit axes the same rule is applied by jax.shard_map.
 
-The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices of parts.py; here the indices are as
-wide as there are key blocks. The static parameters of the primitive are those of `traced_lists`.
+The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices of parts.py; here the
+indices are as wide as there are key blocks.
 """
 
 import dataclasses
@@ -18,13 +19,14 @@ import jax.numpy as jnp
 from jax import core, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax import partition
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import BlockedMask, compiled_traced
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
+from flexjax.mod_tools.settings import own
 from flexjax.partition import Mesh, Names, Rule, Spec
 
 Array = jax.Array
@@ -32,42 +34,29 @@ Split = dict[str, Names]
 """The axes over which the batch ("b") and the heads ("h") are split."""
 
 
-def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> list[Array]:
-    """The four list arrays of a mask, computed on the device by the primitive below.
+def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool, work: Split | None = None) -> list[Array]:
+    """The four list arrays of a mask, computed on the device; several devices make those of their shares.
 
-    captures   the arrays that the mask program reads, followed by the tables of its origin
-    exact      whether blocks that the analysis cannot decide are evaluated entry by entry
-
-    Where a mesh has axes that are not automatic, the same code runs without the primitive, which has a rule for automatic axes
-    only.
+    `work` has the explicit mesh axes that split the batch and the heads of the call; None: those that split the
+    captures.
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
+    for mesh in meshes:
+        if partition.explicit_names(mesh):
+            return _over_explicit_axes(mask, captures, exact, mesh, work)
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
-    run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind
+    run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind  # the primitive has a rule for automatic axes only
     return run(*captures, mask=mask, exact=exact)
 
 
-def lists_of_whole_arrays(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> list[Array]:
-    """The four list arrays of a mask, computed on the device by plain code without the partitioning rule.
-
-    captures   the arrays that the mask program reads, followed by the tables of its origin; no mesh axis splits them
-    exact      whether blocks that the analysis cannot decide are evaluated entry by entry
-    """
-    return _lists(*captures, mask=mask, exact=exact)
-
-
 def _lists(*captures: Array, mask: BlockedMask, exact: bool) -> list[Array]:
-    """What the primitive computes: classifies all blocks of the mask, and returns the four list arrays of the classes.
-
-    captures   the arrays that the mask program reads, followed by the tables of its origin
-    exact      whether uncertain blocks are evaluated entry by entry; False: they count as partial
-    """
+    """What the primitive computes."""
     return lists_of_classes(compiled_traced(mask, exact)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
 def lists_of_classes(classes: Array) -> list[Array]:
-    """The four list arrays of the blocks whose classes are `classes`, int8 [B, H, q blocks, kv blocks]."""
+    """The four list arrays of blocks with these classes, int8 [B, H, q blocks, kv blocks]."""
     return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
 
 
@@ -79,9 +68,7 @@ block_lists_p.multiple_results = True
 
 @block_lists_p.def_abstract_eval
 def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool) -> list[core.ShapedArray]:
-    """The types of the four list arrays, for abstract evaluation: on the mesh of the captured arrays, split over no axis. They do not
-    depend on `exact`.
-    """
+    """The types of the four list arrays: on the mesh of the captured arrays, split over no axis."""
     heads, (rows, columns) = mask.heads, mask.counts
     where = captures[0].sharding
     spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))
@@ -94,45 +81,34 @@ def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool) -> list[
 
 @functools.lru_cache(maxsize=256)
 def _compiled(**params: typing.Any) -> Callable[..., list[Array]]:
-    """`_lists` with these static parameters as a compiled function of the captures, for calls outside of jit."""
     return jax.jit(functools.partial(_lists, **params))
 
 
 @block_lists_p.def_impl
+@own
 def _run(*captures: Array, **params: typing.Any) -> list[Array]:
-    """Evaluates the primitive outside of jit: the four list arrays of `captures`, by the compiled function, also under disable_jit."""
+    """Evaluates the primitive outside of jit, by the compiled function, also under disable_jit."""
     with jax.disable_jit(False):
         return _compiled(**params)(*captures)
 
 
 def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[list[Array], list]:
-    """The jvp rule: (the four list arrays, zero tangents for each), because lists are integers. The tangents of the captures are not
-    read.
-    """
     outs = block_lists_p.bind(*captures, **params)
     return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
 
+@own
 def _batch(
     captures: Sequence[Array], dims: Sequence[int | None], **params: typing.Any
 ) -> tuple[list[Array], list[int]]:
-    """The vmap rule: maps the plain code, not the primitive, over the mapped axes. Returns (the four list arrays, their mapped axes, all
-    0).
-
-    captures   the operands of the primitive
-    dims       the mapped axis of each, None for one that is not mapped
-    """
+    """The vmap rule: maps the plain code, not the primitive, over the mapped axes."""
     outs = jax.vmap(functools.partial(_lists, **params), in_axes=tuple(dims))(*captures)
     return outs, [0] * len(outs)
 
 
+@own
 def _lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
-    """The lowering rule: `_lists` as a call with the partitioning rule if XLA's partitioner splits the program by rules, else inlined.
-    Returns the lowered four list arrays (MLIR values).
-
-    ctx, flat   the context of the lowering rule, and the lowered captures
-    params      the static parameters, mask and exact
-    """
+    """The lowering rule: a call with the partitioning rule where XLA's partitioner uses rules, else inlined."""
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if not isinstance(how, Mesh):  # where there is no rule, the call that takes the lists says what that means
         return mlir.lower_fun(functools.partial(_lists, **params), multiple_results=True)(ctx, *flat)
@@ -148,13 +124,10 @@ mlir.register_lowering(block_lists_p, _lower)
 
 
 def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
-    """The partitioning rule (partition.Rule) of the primitive with these static parameters on a mesh of automatic axes.
+    """The partitioning rule of the primitive on a mesh of automatic axes.
 
-    mesh          the mesh, whose axes may split batch ("b") and heads ("h")
-    mask, exact   the static parameters, as in `traced_lists`
-
-    The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its share. Rows
-    and columns of blocks are never split.
+    The batch and the heads of the lists are split as those of the captured arrays are. Rows and columns of blocks are
+    never split.
     """
     program, heads, origin = mask.program, mask.heads, mask.origin
     captured = enumerate(split_dims((program,), {"b": heads[0], "h": heads[1]}))
@@ -163,20 +136,12 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
         arguments += origin.table_dims
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
-        """How batch and heads of the lists are split, for `spec` and `on_device`: {"b": axes, "h": axes}, () where nothing splits them.
-        The axes are those of the array whose batch (heads) is split over most devices; no axis splits both.
-
-        dims, specs   for each array the names of its dimensions and the axes that split them
-        """
+        """The axes of the array whose batch (heads) is split over most devices; no axis splits both."""
         batch = partition.widest("b", heads[0], dims, specs, mesh)
         return {"b": batch, "h": partition.widest("h", heads[1], dims, specs, mesh, batch)}
 
     def on_device(split: Split, *captures: Array) -> list[Array]:
-        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays.
-
-        split      the axes that `choose` has returned
-        captures   its parts of the arrays that the mask program reads, followed by those of the tables of the origin
-        """
+        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays."""
         shares = {axis: math.prod(mesh.shape[name] for name in names) for axis, names in split.items()}
         share = Share(heads[0], shares["b"], heads[1], shares["h"])
         own = share_of_program((program,), share)
@@ -198,3 +163,41 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
         look=lambda split, operands, specs: None,
         text=f"block lists {program.key} {heads} {mask.sizes} {exact} {origin}",
     )
+
+
+# ------------------------------------------------------------------- explicit axes
+
+
+def _over_explicit_axes(
+    mask: BlockedMask, captures: Sequence[Array], exact: bool, mesh: Mesh, work: Split | None
+) -> list[Array]:
+    """`traced_lists` over the explicit axes of `mesh`."""
+    rule = _rule(mesh, mask, exact)
+    specs = [(*map(partition.names_of, jax.typeof(x).sharding.spec),) for x in captures]
+    split = rule.choose(rule.arguments, specs)
+    if work is not None:
+        split = {axis: work[axis] if n > 1 else () for axis, n in zip("bh", mask.heads, strict=True)}
+    return _mapped(mask, exact, mesh, tuple(split.items()))(*captures)
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped(
+    mask: BlockedMask, exact: bool, mesh: Mesh, split: tuple[tuple[str, Names], ...]
+) -> Callable[..., list[Array]]:
+    """A compiled function of the captures, split in any way, to the four list arrays, split by `split`."""
+    rule, how = _rule(mesh, mask, exact), dict(split)
+    given, made = ([rule.spec(how, dims) for dims in names] for names in (rule.arguments, rule.results))
+
+    def call(*captures: Array) -> list[Array]:
+        around = jax.sharding.get_abstract_mesh()
+        share = jax.shard_map(
+            functools.partial(rule.on_device, how),
+            mesh=mesh if around.empty else None,
+            in_specs=tuple(given),
+            out_specs=made,
+            axis_names=set(partition.explicit_names(mesh)),
+        )
+        put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        return share(*map(put, captures, given))
+
+    return jax.jit(call)

@@ -1,9 +1,10 @@
 """Conversions between the classes of all blocks and block lists, and from lists of key blocks to lists of query blocks.
 
-Rows are query blocks and columns are key blocks (in transposed lists the other way round). A pair of lists is int32: `num`
-[batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their numbers. These ascend in
-lists that are made here, but not in all lists of users; past the count `index` has any number. `places` are the same blocks as
-coordinates [n, 4] (batch, head, row, column).
+Rows are query blocks and columns are key blocks (in transposed lists the other way round). A pair of lists is int32:
+`num` [batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their
+numbers. These ascend in lists that are made here, but not in all lists of users; past the count `index` has any number.
+`places` are the same blocks as coordinates [n, 4] (batch, head, row, column). Everything runs on the host for numpy
+arrays, and on the device for others.
 """
 
 import functools
@@ -22,25 +23,20 @@ Array = jax.Array
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 MOST_PAIRS = 1 << 21
-"""The most comparisons, of pairs of columns of all rows, by which lists are made in a program on GPUs and TPUs. There launches take
-longer than what they compute; a CPU scatters."""
+"""The most comparisons, of pairs of columns of all rows, by which a program on GPUs and TPUs makes lists.
+
+There launches take longer than what they compute; a CPU scatters.
+"""
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
-    """All `widths` rounded up to one number: the smallest power of two, at least 16, that none of them exceeds, but at most
-    `most`.
-
-    For lists whose contents may change between calls: the width is part of an array's shape, and a new shape is compiled again.
-    """
+    """One width for all: the smallest power of two, at least 16, that no width exceeds, but at most `most`."""
+    # the width is part of an array's shape, and a new shape is compiled again
     return (min(most, max(16, 1 << (max(widths) - 1).bit_length())),) * len(widths)
 
 
 def lists_of(flags: Array) -> tuple[Array, Array]:
-    """The pair of lists (num, index) of the columns at which each row of `flags`, bool [..., rows, columns], is True.
-
-    Runs on the host for numpy arrays, otherwise on the device, also on traced arrays. The width of `index` is `columns`; past
-    the counts `index` is 0.
-    """
+    """The pair of lists of the columns at which each row of `flags`, bool [..., rows, columns], is True."""
     columns = flags.shape[-1]
     if known(flags):
         num = np.asarray(flags).sum(-1, dtype=np.int32)
@@ -52,7 +48,7 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
 
 
 def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
-    """What `lists_of` returns for `flags`, on the device, by comparing all pairs of columns: two kernels of a GPU."""
+    """`lists_of` on the device, by comparing all pairs of columns: two kernels of a GPU."""
     num, at = jnp.sum(flags, -1, dtype=jnp.int32), jnp.arange(flags.shape[-1], dtype=jnp.int32)
     count = jnp.sum(flags[..., None, :] & (at <= at[:, None]), -1, dtype=jnp.int32)
     index = jnp.sum(count[..., None, :] <= at[:, None], -1, dtype=jnp.int32)
@@ -60,7 +56,7 @@ def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
 
 
 def _lists_by_scatter(flags: Array) -> tuple[Array, Array]:
-    """What `lists_of` returns for `flags`, on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
+    """`lists_of` on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
     columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)
@@ -75,11 +71,7 @@ def _lists_by_scatter(flags: Array) -> tuple[Array, Array]:
 
 
 def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pair of lists (num, index) of the blocks at the coordinates `places` [n, 4], computed on the host.
-
-    shape   batch, heads, rows
-    width   of index, at least the largest number of coordinates in one row
-    """
+    """The pair of lists of the blocks at `places`, on the host; `shape` is (batch, heads, rows)."""
     rows, columns = _row_numbers(places, shape), places[:, 3].astype(np.int64)
     last = int(columns.max()) + 1 if len(columns) else 1
     order = np.argsort(rows * last + columns)
@@ -92,11 +84,7 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
 
 
 def narrowed(lists: Sequence[Array]) -> list[Array]:
-    """`lists`, two pairs [num, index, full_num, full_index], with both index arrays cut to one width: the largest count in `num` and
-    `full_num`, rounded up (`rounded`).
-
-    An index array of at most that width stays as it is. So do all lists if one of them is traced, or if they have no rows.
-    """
+    """Two pairs of lists, if they are concrete, cut to one width: the largest count, rounded up."""
     num, index, full_num, full_index = lists
     if any(isinstance(x, Tracer) for x in lists) or not num.size:
         return list(lists)
@@ -106,58 +94,39 @@ def narrowed(lists: Sequence[Array]) -> list[Array]:
 
 
 def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
-    """The widths of the transposed lists of two pairs (see Parts.q_widths): the most rows that list one column.
-
-    lists     num, index, full_num, full_index
-    columns   how many columns there are
-
-    The widths are rounded up (`rounded`) if the lists are concrete, and are the number of rows if they are traced. 0 for a list
-    of width 0.
-    """
+    """The widths of the transposed lists of two pairs: the most rows that list one column, rounded up."""
+    # traced lists may have any column in every row
     rows = lists[0].shape[-1]
     widths = (rows, rows)
     if not any(isinstance(x, Tracer) for x in lists):
         batch, heads = lists[0].shape[:2]
         pairs = [places_of_lists(np.asarray(n), np.asarray(i)) for n, i in (lists[:2], lists[2:])]
         widths = rounded([longest_row(transposed_places(places), (batch, heads, columns)) for places in pairs], rows)
-    return tuple(w if x.shape[-1] else 0 for w, x in zip(widths, lists[1::2], strict=True))  # type: ignore[return-value]
+    pairs = zip(widths, lists[1::2], strict=True)
+    return tuple(w if x.shape[-1] else 0 for w, x in pairs)  # type: ignore[return-value]
 
 
 def transposed_places(places: np.ndarray) -> np.ndarray:
-    """The coordinates `places` [n, 4] with row and column exchanged."""
     return places[:, [0, 1, 3, 2]]
 
 
 def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
-    """The largest number of the coordinates `places` [n, 4] that lie in one row. shape: batch, heads, rows."""
+    """The most blocks of `places` that lie in one row."""
     return int(np.bincount(_row_numbers(places, shape)).max(initial=0))
 
 
 def _row_numbers(places: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """int64 [n]: the row of each of the coordinates `places` [n, 4], counted over all batch entries and heads. shape: batch, heads,
-    rows.
-    """
+    """int64 [n]: the row of each block, counted over all batch entries and heads."""
     b, h, row, _ = places.T
     return (b.astype(np.int64) * shape[1] + h) * shape[2] + row
 
 
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, ascending, [..., columns,
-    width], with 0 past the count.
-
-    num, index   how many columns each row lists, and their numbers
-    columns      how many columns there are
-    width        at least the largest number of rows that list one column; further rows would be left out
-
-    Runs on the host for numpy arrays, otherwise on the device as one compiled function.
-    """
+    """The transposed pair of lists: [..., columns] and [..., columns, width], ascending, 0 past the count."""
     return (_transposed if known(num, index) else _transposed_by_jit)(num, index, columns=columns, width=width)
 
 
 def _transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The transposed pair of lists from the same arguments as `transposed`, by numpy on known lists, else by operations of the caller's
-    program.
-    """
     num, index = not_folded(num, index)
     back_num, back = lists_of(flags_of_lists(num, index, columns).swapaxes(-1, -2))
     return back_num, back[..., :width]
@@ -167,24 +136,14 @@ _transposed_by_jit = jax.jit(_transposed, static_argnames=("columns", "width"))
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The coordinates (batch entry, head, row, column) of the blocks that a pair of lists names, int [n, 4], row after row in the order
-    of the lists, computed on the host. Entries past the counts name no block; numbers are not checked.
-
-    num, index   how many columns each row lists, [B, H, rows], and their numbers, [B, H, rows, width]
-    """
+    """The coordinates [n, 4] of the blocks that a pair of lists names, in the order of the lists, on the host."""
     live = np.arange(index.shape[-1]) < num[..., None]
     where = np.argwhere(live)
     return np.concatenate([where[:, :3], index[live][:, None]], 1)
 
 
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns], True at the blocks that a pair of lists names.
-
-    Runs on the host for numpy arrays, otherwise on the device, also on traced lists.
-
-    Before the counts, numbers from `columns` on name nothing, and negative ones must not occur; after them any number
-    may.
-    """
+    """bool [..., rows, columns], True at the blocks that a pair of lists, of numbers of at least 0, names."""
     if known(num, index):
         live = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
         place = np.where(live, np.minimum(index, columns), columns).reshape(math.prod(num.shape), index.shape[-1])
@@ -196,7 +155,6 @@ def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames="columns")  # eagerly each operation would be compiled alone
 def _flags_by_jit(num: Array, index: Array, columns: int) -> Array:
-    """`flags_of_lists` on the device: bool [..., rows, columns], True at the blocks that a pair of lists names."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     by_pairs = lambda live, index: jnp.any(live[..., None] & (index[..., None] == jnp.arange(columns)), -2)
     by_scatter = functools.partial(_flags_by_scatter, columns=columns)
@@ -206,7 +164,6 @@ def _flags_by_jit(num: Array, index: Array, columns: int) -> Array:
 
 
 def _flags_by_scatter(live: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns], True at the blocks that `index` names where it is `live` (bool in its shape)."""
     place = jnp.where(live, index, columns)
     flat = place.reshape(math.prod(place.shape[:-1]), place.shape[-1])
     rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]

@@ -1,16 +1,16 @@
 """Rewrites comparisons of a program so that kernels compute less for each entry (q, kv) of a tile.
 
-A comparison costs an instruction for each entry, and so does an operation on an operand that depends on q and kv. Two rewrites move such
-operations to the other side, where they are computed once for a query or a key; both are exact where the new numbers fit their type:
+A comparison costs an instruction for each entry, and so does an operation on an operand that depends on q and kv. Two
+rewrites move such operations to the other side, where they are computed once for a query or a key; both are exact where
+the new numbers fit their type:
 
     a - b < c         a < c + b            where a depends on one of q and kv alone, and b and c on the other
-    a // n < c        a < c * n            for a literal n > 0; with le and gt instead of lt and ge, c + 1 takes the place of c
+    a // n < c        a < c * n            for a literal n > 0; with le and gt instead of lt and ge, c + 1 takes the
+                      place of c
     a // n >= c       a >= c * n
 
-In the second a is affine and changes from column to column of a tile, so that kernels compare it with a constant for each column. Of the
-mask of a neighbourhood on a canvas (masks/natten.py) four comparisons remain, two of them affine. Differences that are affine, such as
-q - kv, stay, because kernels compute them from their coefficients. Conjuncts form a chain, because a comparison and the conjunction with
-those before it are one instruction of a GPU, while two conjunctions of a tile side by side fill the predicate registers.
+In the second a is affine and changes along the columns of a tile, so that kernels compare it with a constant for each
+column. Differences that are affine, such as q - kv, stay, because kernels compute them from their coefficients.
 """
 
 import functools
@@ -23,16 +23,13 @@ from flexjax.ir.program import SCORE, UNIFORM, Atom, Lit, Op, Program, Val, axes
 from flexjax.ir.ranges import fits, integer_range
 from flexjax.ir.replay import replay
 
+# the comparison that gives the same with left and right exchanged
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-"""name -> the comparison that gives the same with left and right exchanged."""
 
 
 @functools.lru_cache(maxsize=512)
 def with_cheaper_comparisons(program: Program, columns: str) -> Program:
-    """The program with comparisons as at the top of this file, equal at every entry of the attention matrix. Its `gradients` stay.
-
-    columns   "kv" where the columns of a kernel's tiles are keys, "q" where they are queries
-    """
+    """The program with comparisons as at the top of this file; `columns` of a kernel's tiles are keys, "kv", or "q"."""
     builder = _Comparisons(program.sizes, program.inputs[SCORE].dtype)
     builder.columns = columns
     builder.captures = list(program.captures)
@@ -42,12 +39,11 @@ def with_cheaper_comparisons(program: Program, columns: str) -> Program:
 
 
 class _Comparisons(Builder):
-    """A Builder that rewrites comparisons when they are made. columns: as for `with_cheaper_comparisons`."""
+    """A Builder that rewrites comparisons when they are made."""
 
     columns: str
 
     def op(self, prim: str, inputs: Sequence[Atom], dtype: DTypeLike, **params: object) -> Atom:
-        """As that of Builder, after every rewrite of a comparison that applies."""
         inputs = tuple(inputs)
         while prim in MIRRORED:
             moved = self._moved(prim, inputs) or self._moved(MIRRORED[prim], inputs[::-1])
@@ -57,7 +53,7 @@ class _Comparisons(Builder):
         return super().op(prim, inputs, dtype, **params)
 
     def chain(self, atom: Atom) -> Atom:
-        """The atom; a conjunction as one of its first conjunct with the second, of that with the third, and so on."""
+        """The atom, with a conjunction as a chain of its conjuncts."""
         parts, rest = [], [atom]
         while rest:
             last = rest.pop()
@@ -66,13 +62,12 @@ class _Comparisons(Builder):
                 rest += made.inputs[::-1]
             else:
                 parts.append(last)
+        # a comparison and the conjunction with those before it are one instruction of a GPU; two conjunctions of a tile
+        # side by side fill the predicate registers
         return functools.reduce(lambda a, b: self.op("and", (a, b), "bool"), parts)
 
     def _moved(self, prim: str, inputs: tuple[Atom, ...]) -> tuple[str, tuple[Atom, ...]] | None:
-        """The comparison after one rewrite of its first operand; None where none applies.
-
-        prim, inputs   the comparison and its operands
-        """
+        """The comparison after one rewrite of its first operand; None where none applies."""
         first, other = inputs
         made = self._definition(first)
         if made is None or first.dtype != "int32":
@@ -88,9 +83,7 @@ class _Comparisons(Builder):
         return None
 
     def _without_quotient(self, prim: str, made: Op, other: Atom) -> tuple[str, tuple[Atom, ...]] | None:
-        """The comparison of an affine integer, as a quotient by a literal, with `other`, as one of that integer; None where it does not
-        apply. made: the step of the quotient.
-        """
+        """The comparison of a // n, the result of `made`, with `other` as one of a; None where it does not apply."""
         a, n = made.inputs
         if not isinstance(a, Val) or a.linear is None or not axes_of(a) & {self.columns, "delta"}:
             return None

@@ -1,7 +1,7 @@
-"""Evaluation on arrays [b, h, q, kv] (size 1 along the axes that a value does not depend on), shared by the tiles of backends.
+"""Evaluation on arrays [b, h, q, kv], of size 1 along axes that a value does not depend on, shared by tiles of
+backends.
 
-A `Tile` (evaluate.py) whose values are such arrays implements its method `diagonal` by `diagonal_value` and its method `call`
-by `map_call`.
+A `Tile` (evaluate.py) whose values are such arrays implements `diagonal` by `diagonal_value` and `call` by `map_call`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,11 @@ Array = jax.Array
 def diagonal_value(
     val: Val, differences: Array, position: Callable[[int], Array], uniform: Mapping[int, Array]
 ) -> Array:
-    """Computes an integer value from its linear form in b, h and q - kv (`val.linear`), with q and kv coefficients that are
-    opposite.
+    """An integer value from its linear form in b, h and q - kv, whose q and kv coefficients are opposite.
 
-    val           the value; its linear form must be known
-    differences   q - kv at the wanted positions, an integer array
-    position      gives the indices along b or h as an array, by the id of that input (program.B or program.H)
-    uniform       the values of b and h alone that the linear form names, by id
-
-    Returns an array of the dtype of `val` with the shape to which `differences` and the other terms broadcast.
+    differences   q - kv at the wanted positions
+    position      the indices along b or h, by the id of that input (program.B or program.H)
+    uniform       the values of the form's uniform terms, by id
     """
     linear = val.linear
     assert linear is not None
@@ -41,13 +37,9 @@ def diagonal_value(
 
 
 def map_call(call: Call, captures: Sequence[Array], read: Callable[[Atom], Array]) -> list[Array]:
-    """Evaluates a Call (a whole jaxpr equation) at every position at which its operands differ, by jax.vmap.
+    """Evaluates a Call at every position at which its operands differ, by jax.vmap; one array for each of `call.outs`.
 
-    captures   the captured arrays of the program; some arguments of the Call are whole captured arrays
-    read       gives the value of an operand: an array of rank 4, or a scalar
-
-    Returns one array for each scalar result of the Call, in the order of `call.outs`. It has the shape to which the operands
-    broadcast, or [1, 1, 1, 1] if all operands are whole arrays.
+    `read` gives an operand, of rank 4 or a scalar. Results have the shape to which the operands broadcast.
     """
     atoms = [a for arg in call.arguments if not isinstance(arg, int) for a in arg[1]]
     values = [jnp.broadcast_to(jnp.asarray(read(a)), _rank4(read(a))) for a in atoms]
@@ -69,5 +61,4 @@ def map_call(call: Call, captures: Sequence[Array], read: Callable[[Atom], Array
 
 
 def _rank4(value: Array) -> tuple[int, ...]:
-    """The shape of an array of rank 4, and (1, 1, 1, 1) for any other, which is a scalar."""
     return value.shape if value.ndim == 4 else (1, 1, 1, 1)

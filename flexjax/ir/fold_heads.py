@@ -1,11 +1,12 @@
 """The program of a call whose query heads of one key head are packed into rows: for kernels that read each key once.
 
-A key head serves `group` query heads. A call with few queries has too few rows to fill a tile, so a kernel packs the heads of
-a group: row r of key head m is query r // group of query head m * group + r % group. In the new program h is the key head and
-q the row. Without a group or with a single query those indices stay affine, so loads by them stay slices.
+A key head serves `group` query heads. A call with few queries has too few rows to fill a tile, so a kernel packs the
+heads of a group: row r of key head m is query r // group of query head m * group + r % group. In the new program h is
+the key head and q the row. Without a group or with a single query those indices stay affine, so loads by them stay
+slices.
 
-The positions of an origin become part of the program: it reads the position of the first query and of the first key from two
-more captured arrays. Then q and kv count from 0 in the arrays of the call.
+The positions of an origin become part of the program: it reads the position of the first query and of the first key
+from two more captured arrays. Then q and kv count from 0 in the arrays of the call.
 """
 
 import functools
@@ -20,17 +21,13 @@ from flexjax.ir.replay import replay
 def fold_heads(
     program: Program, q_len: int, group: int, lengths: tuple[int, int], origin: OriginLayout | None
 ) -> Program:
-    """Rewrites the program of one call into the program of its packed rows, whose h is the key head and whose q is the row. Results are
-    remembered.
+    """The program of a call's packed rows, whose h is the key head and whose q is the row. Cached.
 
-    program   the program of the call
     q_len     queries of a head
-    group     query heads of a key head
     lengths   (batch entries, keys) of the call
-    origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program has two
-              more captured arrays, those of `Starts`: query and key, both int32 [origin.rows, 1]
+    origin    with one run each; adds the captured arrays of `Starts`: query and key, both int32 [origin.rows, 1]
 
-    Results and gradients correspond to those of `program`. Rows past the last one are the kernel's to hide.
+    Rows past the last one are the kernel's to hide.
     """
     batch, heads, q_size, kv_size = program.sizes
     rows = q_len * group
@@ -48,16 +45,9 @@ def fold_heads(
 
 
 def head_and_query(builder: Builder, q_len: int, group: int) -> tuple[Atom, Atom]:
-    """Appends the steps that compute the query head and the number of the query of a packed row; returns (query head, query),
-    int32 atoms.
-
-    builder   of the new program, whose h is a key head and whose q is the row
-    q_len     queries of a head
-    group     query heads of a key head
-
-    With one query the member of the group is the row itself, so `x[h]` stays a read along the rows.
-    """
+    """Appends the steps that compute the (query head, query) of a packed row, int32 atoms."""
     row, size = builder.inputs[Q], literal(group, "int32")
+    # with one query the member of the group is the row itself, so `x[h]` stays a read along the rows
     member: Atom = row
     query: Atom = literal(0, "int32")
     if group == 1:

@@ -1,7 +1,6 @@
 """Facts about the result of one operation that its operands determine: an operand that it equals, or its linear form.
 
-The Builder (builder.py) asks these functions before it makes a step. To fold an operation is to give its result without a
-new step: here, as one of its operands.
+The Builder (builder.py) asks these functions before it makes a step.
 """
 
 from flexjax.ir.program import UNIFORM, Atom, Linear, Lit, range_of_val
@@ -9,10 +8,7 @@ from flexjax.ir.ranges import is_integer
 
 
 def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
-    """The case that a select_n equals, if its predicate is a literal or all its cases are equal; None for any other select_n.
-
-    inputs   the predicate, then the cases
-    """
+    """The case that a select_n equals, if its predicate is a literal or all its cases are equal."""
     predicate, *cases = inputs
     if isinstance(predicate, Lit):
         return cases[int(predicate.value)]
@@ -20,12 +16,7 @@ def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `and` or `or` of two bools equals, if one operand is a literal or both are equal; None for other
-    operands.
-
-    prim     "and" or "or"; the caller checks it
-    inputs   the two operands; the caller checks that they are bools
-    """
+    """The operand that "and" or "or" of two bools equals, if one is a literal or both are equal."""
     a, b = inputs
     for x, y in ((a, b), (b, a)):
         if isinstance(y, Lit):
@@ -35,16 +26,10 @@ def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand that `max` or `min` of two operands equals at every entry; None if that is not known of either.
-
-    prim     "max" or "min"; the caller checks it
-    inputs   the two operands
-
-    Where both ranges are known, they alone decide: ranges that meet in one number at most. Where one is unknown, as for floats,
-    only equal operands are folded.
-    """
+    """The operand that "max" or "min" of two operands equals at every entry, by their ranges."""
     a, b = inputs
     ra, rb = range_of_val(a), range_of_val(b)
+    # only equal operands are folded where a range is unknown, as for floats
     if ra is None or rb is None:
         return a if a == b else None
     if prim == "max":
@@ -53,14 +38,12 @@ def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def linear_of(atom: Atom) -> Linear | None:
-    """The linear form of an integer atom; None for atoms that are not integers and for values that are not known to be affine.
-
-    A literal is a constant. A value of b and h alone that is not affine in them is one uniform term.
-    """
+    """The linear form of an integer atom; None for values that are not known to be affine."""
     if isinstance(atom, Lit):
         return Linear(const=int(atom.value)) if is_integer(atom.dtype) else None
     if atom.linear is not None:
         return atom.linear
+    # a value of b and h alone that is not affine in them is one uniform term
     if is_integer(atom.dtype) and not atom.axes - UNIFORM:
         return Linear(uniform=((atom.id, 1),))
     return None
@@ -69,10 +52,6 @@ def linear_of(atom: Atom) -> Linear | None:
 def linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
     """The linear form of an operation's integer result in exact arithmetic; None where an operand or the result has
     none.
-
-    prim, inputs   the operation and its operands: sums, differences, negations, conversions and products with a literal
-                   have a form
-    dtype          dtype name of the result
     """
     if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
         return None

@@ -1,8 +1,8 @@
 """The program of a call under vmap: the mapped axis is folded into the batch.
 
-A vmap over `copies` calls, each of batch size `batch`, is one call of batch size copies * batch. Entry b of that call is entry
-b % batch of copy b // batch, so the mod gets b % batch as its b. A captured array that vmap maps has a new first dimension, and
-loads of it get b // batch as their first index.
+A vmap over `copies` calls, each of batch size `batch`, is one call of batch size copies * batch. Entry b of that call
+is entry b % batch of copy b // batch, so the mod gets b % batch as its b. A captured array that vmap maps has a new
+first dimension, and loads of it get b // batch as their first index.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,7 @@ from flexjax.ir.replay import replay
 
 
 def fold_batch(program: Program, copies: int, batch: int, mapped: Sequence[bool]) -> Program:
-    """Rewrites the program of one call into the program of the call whose batch holds all copies.
-
-    program   the program of one call
-    copies    length of the mapped axis: how many calls vmap makes
-    batch     the batch size of one of those calls
-    mapped    for each captured array, whether vmap maps it, so that it has a new first dimension of length `copies`
-
-    Returns a program for a batch of copies * batch entries; its results and gradients correspond to those of `program`.
-    """
+    """The program of the call whose batch holds all copies; `mapped`: for each captured array, whether vmap maps it."""
     builder = Builder((copies * batch, *program.sizes[1:]), program.inputs[SCORE].dtype)
     builder.captures = [
         ArrayType((copies, *c.shape), c.dtype) if m else c for c, m in zip(program.captures, mapped, strict=True)
@@ -32,7 +24,6 @@ def fold_batch(program: Program, copies: int, batch: int, mapped: Sequence[bool]
     copy = builder.op("floordiv", (entry, literal(batch, "int32")), "int32")
 
     def load_index(load: Load, index: list[Atom]) -> list[Atom]:
-        """The index of a new load: the number of the copy before the old index if the captured array is mapped."""
         return [copy, *index] if mapped[load.capture] else index
 
     found = replay(program, builder, inputs, load_index)

@@ -1,7 +1,8 @@
-"""The linear form of an integer value of a program: what is known of it where it is affine in the indices b, h, q and kv.
+"""The linear form of an integer value of a program: what is known of it where it is affine in the indices b, h, q and
+kv.
 
-It tells a load of a contiguous vector or tile from a gather (program.classify_load), and lets kernels compute the value of a whole
-tile from one number. builder.py derives it, operation by operation.
+It tells a load of a contiguous vector or tile from a gather (program.classify_load), and lets kernels compute the value
+of a whole tile from one number. builder.py derives it, operation by operation.
 """
 
 import dataclasses
@@ -9,22 +10,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The linear form of an integer value: self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms.
-
-    b, h, q, kv   the coefficients of the four indices
-    const         the constant term
-    uniform       (id, coefficient) of each further term, sorted by id; the Val of that id depends on b and h alone
-    """
+    """self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms, for an integer value."""
 
     b: int = 0
     h: int = 0
     q: int = 0
     kv: int = 0
     const: int = 0
+    # (id, coefficient) sorted by id; the Val of that id depends on b and h alone
     uniform: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: "Linear") -> "Linear":
-        """The form of the sum of two values, `self` and `other`; uniform terms whose coefficients cancel are dropped."""
+        """The form of the sum of two values; uniform terms whose coefficients cancel are dropped."""
         terms: dict[int, int] = dict(self.uniform)
         for ident, coefficient in other.uniform:
             terms[ident] = terms.get(ident, 0) + coefficient
@@ -34,9 +31,6 @@ class Linear:
         )
 
     def times(self, factor: int) -> "Linear":
-        """The form of `factor` times the value: every coefficient and the constant multiplied by `factor`; for factor 0 the form of the
-        constant 0.
-        """
         if factor == 0:
             return Linear()
         terms = tuple((i, c * factor) for i, c in self.uniform)

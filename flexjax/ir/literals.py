@@ -12,12 +12,9 @@ from flexjax.ir.ranges import fits, is_integer
 
 
 def literal(value: object, dtype: DTypeLike) -> Lit:
-    """Makes the literal of `value`, a number or bool, in the dtype: a Python bool, int, float or complex, with the dtype's name.
-
-    The value is converted as by numpy's `astype`: a float is rounded to the dtype, and to inf (NaN in a type without inf) if it is too
-    large; an integer of at most 64 bits that is too large wraps around.
-    """
+    """The literal of a number or bool in the dtype, a Python number; converted as by numpy's `astype`."""
     name = jnp.dtype(dtype).name
+    # a float that is too large becomes inf (NaN in a type without inf); an integer wraps around
     with np.errstate(over="ignore"):
         array = np.asarray(value).astype(jnp.dtype(dtype))
     if jnp.issubdtype(array.dtype, jnp.bool_):
@@ -30,16 +27,11 @@ def literal(value: object, dtype: DTypeLike) -> Lit:
 
 
 def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
-    """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`; None if
-    the operation is left to the device.
+    """Constant folding: `prim` on literals, as a literal of `dtype`; None if the operation is left to the device.
 
-    prim, inputs   the operation and its operands
-    dtype          dtype name of the result
-
-    Folded are operations of PYTHON_RULES: arithmetic and comparisons of integers, unless the result overflows or the divisor is
-    0, and `and`, `or`, `xor` and `not` of bools (not of the bits of integers). Conversions of integers and bools are folded,
-    those that do not fit with wrap-around. Float arithmetic is left to the device, which may round differently; only
-    conversions of a float literal are folded, where `_converts_alike`.
+    Folded are operations of PYTHON_RULES on integers, unless the result overflows or the divisor is 0, the logic of
+    bools, and conversions of integers and bools. Float arithmetic is left to the device, which may round differently;
+    of floats only conversions are folded, where `_converts_alike`.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):
@@ -58,21 +50,15 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether the conversion of a literal's number to another dtype gives the same result in numpy as on every device, so that it can be
-    folded.
-
-    value   the number of a literal of a floating or complex dtype
-    dtype   the name of the dtype to which it is converted
-
-    False for a complex number to a type that is not complex (bool included), and for a float to an integer type that cannot represent it
-    once it is truncated towards 0: NaN, infinities and numbers out of range. True for everything else.
-    """
+    """Whether a float or complex number converts to `dtype` in numpy as on every device."""
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)
+    # a float alone that the integer type represents, truncated towards 0
     info = jnp.iinfo(jnp.dtype(dtype))
     return isinstance(value, float) and math.isfinite(value) and info.min <= int(value) <= info.max
 
 
+# results on Python integers or bools, in exact arithmetic; div and rem truncate toward 0
 PYTHON_RULES: dict[str, Callable] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -97,4 +83,3 @@ PYTHON_RULES: dict[str, Callable] = {
     "not": lambda a: not a,
     "sign": lambda a: (a > 0) - (a < 0),
 }
-"""By operation: its result on Python integers or bools, in exact arithmetic; div and rem truncate toward 0."""

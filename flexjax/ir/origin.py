@@ -1,25 +1,24 @@
 """Where the arrays of a call lie in the whole problem: the position of every query and key, as tables of runs.
 
-A call may compute a part of a larger problem: a device's queries, a chunk of a prefill, key blocks that came from other devices.
-Mods and dropout then see the indices of the whole problem. Four numbers say where the part lies, and two of them are tables,
-because the rows of a call may be several runs of the sequence (zigzag layouts, exchanged blocks):
+A call may compute a part of a larger problem: a device's queries, a chunk of a prefill, key blocks that came from other
+devices. Mods and dropout then see the indices of the whole problem. The rows of a call may be several runs of the
+sequence (zigzag layouts, exchanged blocks), so two of the four numbers are tables:
 
     b of the mod   = b of the call + batch                            one int32 for the call
     h of the mod   = h of the call + head                             one int32 for the call
     q_idx          = query[row of the table, r // G] + r % G          r: row of query, G: tokens of a run of queries
     kv_idx         = key[row of the table, c // G'] + c % G'          c: row of key, G': tokens of a run of keys
 
-All are operands, so new values neither trace nor compile anything. A tile never straddles two runs (`tile_fits`), so positions are
-consecutive within a tile, and everything that a program knows of q and kv holds as it does without an origin: `q - kv + c` is a
-diagonal, `x[q]` a row. **The inputs q and kv of a program are positions**; a backend reads the positions at which a tile starts and
-evaluates the program there. The addresses of query, key, value and the results, and the ends of these arrays, count rows of the call.
+All are operands, so new values neither trace nor compile anything. A tile never straddles two runs (`tile_fits`), so
+positions are consecutive within a tile: `q - kv + c` is a diagonal, `x[q]` a row, as without an origin. **The inputs q
+and kv of a program are positions**; a backend reads the positions at which a tile starts and evaluates the program
+there. Addresses of query, key, value and results count rows of the call.
 
-Batch and head are one number each for all tiles, so no backend knows of them: `shift_heads` writes `b + batch` and `h + head`
-into the programs, with the two scalars as captured arrays.
+Batch and head are one number each, so no backend knows of them: `shift_heads` writes `b + batch` and `h + head` into
+the programs, with the two scalars as captured arrays.
 
-The ranges of a program's inputs (ir/program.py) are those of the whole problem. Where its lengths are unknown, a position is
-anything below UNKNOWN, so the index of `table[h, q - kv + c]` is not known to be in bounds and keeps its clamp: the load is still one
-value for each difference, but no slice.
+Where the lengths of the whole problem are unknown, a position is anything below UNKNOWN. The index of `table[h, q - kv
++ c]` then keeps its clamp: the load is still one value for each difference, but no slice.
 """
 
 import dataclasses
@@ -39,19 +38,17 @@ from flexjax.ir.replay import replay
 from flexjax.types import Origin
 
 Array = jax.Array
+# batch, heads, q_len, kv_len
 Sizes = tuple[int, int, int, int]
-"""Batch, heads, q_len, kv_len."""
 
 UNKNOWN = 1 << 29
-"""Above all positions, batch entries and heads, if the lengths of the whole problem are not known. Sums and differences fit int32."""
+"""Above all positions, batch entries and heads of a problem of unknown lengths. Sums and differences fit int32."""
 NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 class Starts(typing.NamedTuple):
-    """The operands of an origin: the position of the first token of each run. rows is 1 or the batch size.
-
-    query   int32 [rows, runs of queries]
-    key     int32 [rows, runs of keys]
+    """The operands of an origin: the position of the first token of each run, int32 [rows, runs]; rows is 1 or the
+    batch.
     """
 
     query: Array
@@ -60,65 +57,58 @@ class Starts(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OriginLayout:
-    """The static part of an origin.
-
-    rows                  1, or the batch size: rows of both tables
-    query_run, key_run    tokens of a run; the last run may be shorter, and a single run is as long as the call
-    query_runs, key_runs  how many
-    aligned               every start is a multiple of this many tokens
-    """
+    """The static part of an origin; a run has `query_run` or `key_run` tokens."""
 
     rows: int
+    # the last run may be shorter, and a single run is as long as the call
     query_run: int
     query_runs: int
     key_run: int
     key_runs: int
+    # every start is a multiple of this many tokens
     aligned: int = 1
 
     def tile_fits(self, queries: int, keys: int) -> bool:
-        """Whether no tile of `queries` x `keys` tokens straddles two runs; one run on an axis takes every size."""
+        """Whether no tile of `queries` x `keys` tokens straddles two runs."""
         return not (self.query_runs > 1 and self.query_run % queries) and not (
             self.key_runs > 1 and self.key_run % keys
         )
 
     @property
     def single(self) -> bool:
-        """Whether queries and keys are one run each."""
         return self.query_runs == self.key_runs == 1
 
     def differs_by_entry(self, axes: Axes) -> bool:
-        """Whether a value that depends on `axes` differs between batch entries because each entry has positions of its own."""
+        """Whether a value of these axes differs between batch entries because each has positions of its own."""
         return self.rows > 1 and bool(axes & {"q", "kv", "delta"})
 
     @property
     def table_dims(self) -> tuple[str, str]:
-        """Dimensions of both tables for partitioning rules: ("b query_runs", "b key_runs"), with "origin_b" in place of "b" for one row."""
+        """The dims of both tables for partitioning rules: "b" for a row for each entry, "origin_b" for one row."""
         entry = "b" if self.rows > 1 else "origin_b"
         return f"{entry} query_runs", f"{entry} key_runs"
 
 
 Placed = tuple[OriginLayout | None, Starts | None]
-"""Where queries and keys lie in the whole problem; NOWHERE: positions count from 0."""
+# positions count from 0
 NOWHERE: Placed = (None, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OriginTable:
-    """An origin in full generality, as `flex_attention` and `create_block_mask` use it; see `table_of_runs`.
+    """An origin in full generality, as `flex_attention` and `create_block_mask` use it; see `table_of_runs`."""
 
-    batch, head   int32 scalars; None: 0
-    starts        positions of the first tokens of the runs; None, as `layout` then is: queries and keys count from 0
-    whole         (batch, heads, q_len, kv_len) of the whole problem, UNKNOWN where unknown; above every index of every row
-    """
-
+    # int32 scalars; None: 0
     batch: Array | None
     head: Array | None
+    # None: queries and keys count from 0
     starts: Starts | None
     layout: OriginLayout | None
+    # above every index of every row; UNKNOWN where unknown
     whole: Sizes
 
     def __repr__(self) -> str:
-        """The text "OriginTable(LAYOUT, whole=WHOLE)", without the arrays, because their text would wait for the device."""
+        # the text of the arrays would wait for the device
         return f"OriginTable({self.layout}, whole={self.whole})"
 
 
@@ -126,9 +116,7 @@ jax.tree_util.register_dataclass(OriginTable, data_fields=["batch", "head", "sta
 
 
 def sizes_of(origin: OriginTable | None, sizes: Sizes) -> Sizes:
-    """(batch, heads, q_len, kv_len) above the b, h, q and kv of the mods of a call: `sizes`, those of the call itself; along an
-    axis on which the origin gives a number, the larger of them and `origin.whole`. Mods are traced for these.
-    """
+    """(batch, heads, q_len, kv_len) above the indices of a call's mods, which are traced for them."""
     if origin is None:
         return sizes
     moved = (origin.batch is not None, origin.head is not None, *(origin.layout is not None,) * 2)
@@ -153,11 +141,11 @@ def table_of_runs(
 
     query_starts, key_starts   int32 [1 or B, runs]: position of the first token of each run
     query_run, key_run         tokens of a run, multiples of the block size of the mask
-    whole                      see OriginTable; a number above every position of every row, padding included. With it indices
-                               are known to lie in captured arrays of those lengths, and reads stay slices
-    batch, head                int32 scalars; None: 0
-    aligned                    every start is a multiple of this many tokens: tiles that divide it and lie on one diagonal of
-                               the whole problem then share it exactly, and gradients of reads by q - kv are summed by diagonals
+    whole                      above every position of every row, padding included; keeps reads of arrays of those
+                               lengths slices
+    aligned                    every start is a multiple of this many tokens: tiles that divide it and lie on one
+                               diagonal then
+                               share it exactly, and gradients of reads by q - kv are summed by diagonals
     """
     rows = max(query_starts.shape[0], key_starts.shape[0])
     spread = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (rows, x.shape[1]))
@@ -171,14 +159,14 @@ def table_of(
     lengths: tuple[int, int],
     existing: tuple[Array | None, Array | None] = (None, None),
 ) -> OriginTable | None:
-    """The argument `origin` of a call as an OriginTable, itself if it is one; None if it is None or all its numbers are int 0.
+    """The argument `origin` of a call as an OriginTable; None if it is None or all its numbers are int 0.
 
     batch      batch entries of the call; 1 where one block mask serves any number of them
     lengths    (queries, keys) of the call; each is one run
-    existing   how many queries and keys of each batch entry exist, int32 [batch], for query="end" (`_at_end`); None: all
+    existing   how many queries and keys of each batch entry exist, int32 [batch], for query="end"; None: all
 
-    Positions are clipped so that the call lies in a known `whole`. Raises ValueError for other types or shapes, for numbers below 0 or
-    too large for `whole` (those in jax arrays are not looked at), and for a `whole` shorter than the call.
+    Raises ValueError for other types or shapes, for numbers below 0 or too large for `whole` (jax arrays are clipped
+    instead), and for a `whole` shorter than the call.
     """
     if origin is None or isinstance(origin, OriginTable):
         return origin
@@ -223,10 +211,9 @@ def table_of(
 def _at_end(
     origin: Origin, batch: int, whole: Sizes, lengths: tuple[int, int], existing: tuple[Array | None, Array | None]
 ) -> tuple[Origin, Sizes]:
-    """(`origin` with numbers in place of query="end", a `whole` above its positions, UNKNOWN where not known); arguments of `table_of`.
-    The first query lies at the first key plus max(keys - queries, 0), of those that exist. Keys end with the call if `origin.key` is int
-    0, else where `whole` says. Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has
-    rows.
+    """(`origin` with numbers in place of query="end", a `whole` above its positions); arguments as of `table_of`.
+
+    The first query lies at the first key plus max(keys - queries, 0), of those that exist.
     """
     key = (
         0
@@ -238,14 +225,16 @@ def _at_end(
         ahead: int | Array = max(keys - queries, 0)
     else:
         ahead = jnp.maximum(jnp.asarray(keys - queries, jnp.int32), 0)
+    # keys end with the call if `origin.key` is int 0, else where `whole` says
     keys_end = lengths[1] if isinstance(key, int) else whole[3]
+    # rows of queries that do not exist count on, so they may lie past the last key
     past = max(lengths) - lengths[1] + (0 if isinstance(queries, int) else lengths[0])
     sizes = (whole[0], whole[1], UNKNOWN if keys_end == UNKNOWN else keys_end + past, keys_end)
     return dataclasses.replace(origin, query=ahead if isinstance(key, int) else key + ahead), sizes
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:
-    """`Origin.whole` as four ints, UNKNOWN for None. Raises ValueError unless it is None or has four of None and 1 .. UNKNOWN."""
+    """`Origin.whole` as four ints, UNKNOWN for None; ValueError unless it is None or four of None and 1 .. UNKNOWN."""
     if given is None:
         return NOT_KNOWN
     valid = isinstance(given, tuple) and len(given) == 4
@@ -261,14 +250,11 @@ def _whole(given: object) -> tuple[int, int, int, int]:
 
 
 def _number(name: str, given: object, batch: tuple[int, ...], size: int, length: int = 1) -> Array:
-    """A field of an Origin, `given`, as int32, [] or of the shape `batch`.
+    """A field of an Origin as int32, [] or of the shape `batch`: (B,) where entries may have their own number, else ().
 
-    name     of the field, for the message
-    batch    (B,) where each batch entry may have a number of its own, else ()
-    size     of the whole problem along the axis of the field
-    length   of the arrays of the call along that axis
+    size, length   of the whole problem, and of the call's arrays, along the axis of the field
 
-    Raises ValueError for other types and shapes, and for a number outside of 0 .. size - length, unless it is in a jax array.
+    Raises ValueError for other types and shapes, and for a number outside of 0 .. size - length.
     """
     array = np.asarray(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
     valid = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.integer)
@@ -292,9 +278,7 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
 
 
 def agree(a: OriginTable, b: OriginTable) -> bool:
-    """Whether the origins a and b may be equal: False if they are known to differ in `layout`, in `whole`, or in a number. Arrays are
-    compared element by element; a traced array counts as equal to any. None differs from an array, although it means 0.
-    """
+    """Whether two origins may be equal: traced arrays count as equal to any; None differs from an array."""
     if (a.layout, a.whole, a.batch is None, a.head is None) != (b.layout, b.whole, b.batch is None, b.head is None):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -309,12 +293,11 @@ def agree(a: OriginTable, b: OriginTable) -> bool:
 def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> Array:
     """The positions of rows of a call, int32.
 
-    starts       int32 [rows, runs]: Starts.query or Starts.key, one row for each batch entry, or one row for all
+    starts       int32 [rows, runs]: Starts.query or Starts.key
     run          tokens of a run
-    batch, row   batch entries and rows of the call, numbers or arrays that broadcast; rows past the end count on from the last run
+    batch, row   numbers or arrays that broadcast; rows past the end count on from the last run
 
-    The result has the shape of `row` if `starts` has one row, because then `batch` is not read; otherwise the shape to which
-    `batch` and `row` broadcast.
+    With one row of `starts`, `batch` is not read, and the result has the shape of `row`.
     """
     rows, runs = starts.shape
     if runs == 1:
@@ -332,29 +315,21 @@ def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> A
 
 
 def query_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of query rows, int32, in the shape that `position` says; the rows as they are (int32, in the shape of `row`) if
-    `layout` or `starts` is None, because there is no origin then.
-
-    batch, row   batch entries and rows of the call, as for `position`
-    """
+    """The positions of query rows, int32, as `position`; the rows as they are without an origin."""
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.query, layout.query_run, batch, row)
 
 
 def key_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of key rows, int32, in the shape that `position` says; the rows as they are (int32, in the shape of `row`) if
-    `layout` or `starts` is None, because there is no origin then.
-
-    batch, row   batch entries and rows of the call, as for `position`
-    """
+    """The positions of key rows, int32, as `position`; the rows as they are without an origin."""
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.key, layout.key_run, batch, row)
 
 
 def indices_of(origin: OriginTable, sizes: Sizes) -> list[Array]:
-    """b, h, q_idx and kv_idx of a call's mods, int32 of 4 dims that broadcast to `sizes`: batch, heads, q_len, kv_len."""
+    """b, h, q_idx and kv_idx of a call's mods, int32 of 4 dims that broadcast to `sizes`."""
     own = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
     b, h, q, kv = own
     placed = (origin.layout, origin.starts)
@@ -372,13 +347,13 @@ def indices_of(origin: OriginTable, sizes: Sizes) -> list[Array]:
 def shift_heads(
     programs: Sequence[Program], origin: OriginTable | None, batch: int, heads: int
 ) -> tuple[tuple[Program, ...], tuple[Array, ...]]:
-    """(programs, extra captured arrays): the programs with b + origin.batch and h + origin.head in place of b and h.
+    """(programs with b + origin.batch and h + origin.head in place of b and h, the extra captured arrays).
 
     programs       traced for `sizes_of(origin, ..)`, with the same captures
     batch, heads   sizes of the call
 
-    The extra arrays are the scalars origin.batch and origin.head, each if the origin has it and any of the programs reads its
-    axis; they follow the captures of every program. Without an origin: the programs as they are, and ().
+    The extra arrays are the scalars origin.batch and origin.head, each if a program reads its axis; they follow the
+    captures.
     """
     if origin is None:
         return tuple(programs), ()
@@ -390,9 +365,7 @@ def shift_heads(
 
 @functools.lru_cache(maxsize=512)
 def _shifted(program: Program, axes: tuple[str, ...], batch: int, heads: int) -> Program:
-    """The program with b or h (`axes`) plus a scalar in place of b or h; the scalars follow its captures. See `shift_heads`. A
-    scalar is clamped so that the sum stays below program.sizes. batch, heads: sizes of the call.
-    """
+    """The program with b or h (`axes`) plus a scalar, clamped so that the sum stays below program.sizes."""
     whole = program.sizes
     if not axes and (batch, heads) == whole[:2]:
         return program

@@ -1,8 +1,6 @@
-"""Ranges of integers over the whole attention matrix, in Python's unbounded integers, which show whether a result can wrap
-around.
+"""Ranges of integers over the whole attention matrix, in Python's unbounded integers, which show what can wrap around.
 
-A range is (lowest, highest), both inclusive, or None where nothing is known. To wrap around is to leave the integer type and
-continue modulo 2^bits.
+To wrap around is to leave the integer type and continue modulo 2^bits.
 """
 
 from collections.abc import Sequence
@@ -17,12 +15,12 @@ Range = tuple[int, int] | None
 
 
 def is_integer(dtype: str) -> bool:
-    """Whether the dtype of that name is an integer type, signed or unsigned; False for bool."""
+    """Whether the dtype of that name is an integer type; False for bool."""
     return jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
 
 
 def fits(bounds: tuple[int, int], dtype: str) -> bool:
-    """Whether the integer type `dtype` represents both ends of the range `bounds`; True for types that are not integers."""
+    """Whether the type represents both ends of the range; True for types that are not integers."""
     if not is_integer(dtype):
         return True
     info = jnp.iinfo(jnp.dtype(dtype))
@@ -30,56 +28,40 @@ def fits(bounds: tuple[int, int], dtype: str) -> bool:
 
 
 def whole_range_if_narrow(dtype: str) -> Range:
-    """The range of an integer type of at most 16 bits; None for wider types, whose range would bound nothing in practice.
-
-    dtype   name of an integer type; bool and the floats raise ValueError
-    """
+    """The range of an integer type of at most 16 bits; wider types would bound nothing in practice."""
     info = jnp.iinfo(jnp.dtype(dtype))
     return (int(info.min), int(info.max)) if info.bits <= 16 else None
 
 
 def may_be(atom: Atom, value: int) -> bool:
-    """Whether an integer atom may equal `value` somewhere in the attention matrix, by its range or, if unknown, that of its
-    dtype.
-    """
+    """Whether an integer atom may equal `value` somewhere in the attention matrix."""
     info = jnp.iinfo(jnp.dtype(atom.dtype))
     low, high = range_of_val(atom) or (int(info.min), int(info.max))
     return low <= value <= high
 
 
 def quotient_may_overflow(numerator: Atom, divisor: Atom) -> bool:
-    """Whether the division of two integer atoms, `numerator` by `divisor`, may divide the least integer of its signed type by
-    -1; the type cannot represent that quotient. False for unsigned types.
-    """
+    """Whether a division may be of the least integer of its signed type by -1, which the type cannot represent."""
     return may_be(divisor, -1) and may_be(numerator, int(jnp.iinfo(jnp.dtype(numerator.dtype)).min))
 
 
 def modular(value: int, dtype: str) -> np.ndarray:
-    """The integer reduced modulo 2^bits of the integer type `dtype`, as a numpy scalar array of that type.
-
-    Sums and products with it are right modulo 2^bits, even if `value` itself does not fit the type.
-    """
+    """The integer modulo 2^bits of the type: sums and products with it are right modulo 2^bits."""
     bits = jnp.iinfo(jnp.dtype(dtype)).bits
     return np.array(value & ((1 << bits) - 1), np.uint64).astype(jnp.dtype(dtype))
 
 
 def represents_coefficients(linear: Linear, dtype: str) -> bool:
-    """Whether the integer type `dtype` represents every coefficient of the linear form.
-
-    An unsigned type counts as representing negative coefficients down to -2^(bits - 1), because arithmetic is modulo 2^bits.
-    """
+    """Whether the integer type represents every coefficient of the linear form."""
     info = jnp.iinfo(jnp.dtype(dtype))
+    # an unsigned type counts as representing negative numbers, because arithmetic is modulo 2^bits
     low = min(int(info.min), -(1 << (info.bits - 1)))
     numbers = (linear.b, linear.h, linear.q, linear.kv, linear.const, *(c for _, c in linear.uniform))
     return all(low <= c <= int(info.max) for c in numbers)
 
 
 def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
-    """The result of comparing two integers that lie in the ranges a and b: True, False, or None where it may be either
-    or a range is unknown.
-
-    prim   the comparison a ? b: "lt", "le", "gt", "ge", "eq" or "ne"
-    """
+    """The result of the comparison `prim` of integers in the ranges a and b; None where it may be either."""
     if a is None or b is None:
         return None
     if prim in ("gt", "ge"):
@@ -96,15 +78,8 @@ def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
 
 
 def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Range:
-    """The range that an operation's integer result has in exact arithmetic, from the ranges of its operands; None where
+    """The range of an operation's integer result in exact arithmetic, which may exceed the dtype (`fits`); None:
     unknown.
-
-    prim     name of the operation
-    inputs   its operands; for max and min an operand of unknown range has that of the dtype, for any other operation it
-             makes the result unknown
-    dtype    dtype name of the result; None is returned unless it is an integer type
-
-    The range can exceed the dtype; `fits` then says that the result can have wrapped around.
     """
     if not is_integer(dtype):
         return None
@@ -120,13 +95,7 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Range:
 
 
 def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
-    """The range of an operation's integer result in exact arithmetic, from known ranges of its operands; None if no
-    rule gives one.
-
-    prim     name of the operation; floordiv, floormod and rem have a rule for positive divisors, powers and div have
-             none
-    ranges   ranges of its operands; for select_n those of the cases alone, without the predicate
-    """
+    """The range of an integer result in exact arithmetic, from those of the operands, for select_n of the cases."""
     if prim in ("select_n", "convert_element_type"):
         return (min(r[0] for r in ranges), max(r[1] for r in ranges))
     if prim == "neg":

@@ -25,54 +25,41 @@ def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[
         return dataclasses.replace(step, index=tuple(map(change, step.index)), out=change_out(step.out))
     arguments = tuple(a if isinstance(a, int) else (a[0], tuple(map(change, a[1]))) for a in step.arguments)
     results = tuple((shape, tuple(map(change_out, vals))) for shape, vals in step.results)
-    return Call(step.name, step.text, arguments, results, step.bind, step.inner)
+    return dataclasses.replace(step, arguments=arguments, results=results)
 
 
 def rename_steps(
     steps: Sequence[Step], results: Sequence[Atom], fresh: Mapping[int, int]
 ) -> tuple[tuple[Step, ...], tuple[Atom, ...]]:
-    """Copies of steps and results in which every value has a new id.
-
-    steps, results   of one program
-    fresh            from the old id of each value in them, inputs of the program included, to the new one
-
-    Linear forms name values too: their ids are replaced as well. A value whose linear form names an id without a new one loses
-    its linear form.
-    """
+    """Copies of steps and results in which every value, also in linear forms, has the new id of `fresh`."""
 
     def change_linear(linear: Linear | None) -> Linear | None:
-        """A linear form with the new ids of its uniform terms; None if one of them has no new id."""
         if linear is None or not linear.uniform:
             return linear
+        # the value loses its linear form where that names an id without a new one
         if any(i not in fresh for i, _ in linear.uniform):
             return None
         return dataclasses.replace(linear, uniform=tuple(sorted((fresh[i], c) for i, c in linear.uniform)))
 
     def change_val(val: Val) -> Val:
-        """The value with its new id."""
         return dataclasses.replace(val, id=fresh[val.id], linear=change_linear(val.linear))
 
     def change(atom: Atom) -> Atom:
-        """The atom with its new id; a literal unchanged."""
         return atom if isinstance(atom, Lit) else change_val(atom)
 
     return tuple(map_atoms(s, change, change_val) for s in steps), tuple(map(change, results))
 
 
 def select_captures(program: Program, used: Sequence[int]) -> Program:
-    """The program with fewer captured arrays: only those whose numbers are in `used`, renumbered in the order of `used`.
-
-    Every load and Call of the program must read captured arrays of `used` only.
-    """
+    """The program with the captured arrays `used` alone, in that order; its steps must read no others."""
     number = {old: new for new, old in enumerate(used)}
 
     def move(step: Step) -> Step:
-        """The step with the new numbers of its captured arrays, in a load's `capture` and among a Call's arguments; an Op as it is."""
         if isinstance(step, Load):
             return dataclasses.replace(step, capture=number[step.capture])
         if isinstance(step, Call):
             arguments = tuple(number[a] if isinstance(a, int) else a for a in step.arguments)
-            return Call(step.name, step.text, arguments, step.results, step.bind, step.inner)
+            return dataclasses.replace(step, arguments=arguments)
         return step
 
     captures = tuple(program.captures[i] for i in used)
@@ -80,9 +67,7 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
 
 
 def with_results(program: Program, results: Sequence[Atom]) -> Program:
-    """The program that computes `results`, atoms of `program`, without the steps that they do not need. Its captured arrays
-    stay; its `gradients` are empty.
-    """
+    """The program that computes `results` alone; its captured arrays stay, its `gradients` are empty."""
     live = uses(program.steps, tuple(results))
     steps = tuple(s for s in program.steps if any(o.id in live for o in s.outs))
     return Program(program.inputs, steps, tuple(results), program.captures)

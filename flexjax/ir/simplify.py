@@ -1,12 +1,13 @@
-"""Choices between multipliers: a select between products of the score becomes one product with a select between factors.
+"""Choices between multipliers: a select between products of the score becomes one product with a select between
+factors.
 
     where(p, c * s, s)                       ->  s * where(p, c, 1)            the same bits: one product is rounded
     (s * where(p, c, 1)) * where(p2, c2, 1)  ->  s * (where(p, c, 1) * where(p2, c2, 1))     within one rounding
 
-Here s is the score, or a value that depends on it; c and c2 are literals; p and p2 are predicates. A factor that depends on
-positions alone repeats over a tile, so that kernels compute it once for many elements (a checkerboard has two different
-factors). Operations on the score run for each element. The functions recognise the left-hand sides; the Builder (builder.py)
-makes the right-hand sides.
+Here s is the score, or a value that depends on it; c and c2 are literals; p and p2 are predicates. A factor that
+depends on positions alone repeats over a tile, so that kernels compute it once for many elements, while operations on
+the score run for each element. The functions recognise the left-hand sides; the Builder (builder.py) makes the
+right-hand sides.
 """
 
 import typing
@@ -14,37 +15,26 @@ from collections.abc import Callable
 
 from flexjax.ir.program import Atom, Lit, Op, Val, axes_of
 
+# levels of nested products of factors that `_size` looks into
 DEEPEST = 3
-"""How many levels of nested products of factors `_size` looks into."""
 LARGEST = 2.0**60
 """Bound of a product of factors and of its reciprocal, so that no order of multiplication overflows or underflows."""
+# from an atom to the Op that computes it
 Definition = Callable[[Atom], Op | None]
-"""From an atom to the Op that computes it, None where no Op does."""
 
 
 class Choice(typing.NamedTuple):
-    """The parts of select_n(predicate, score * on_false, score * on_true).
-
-    score               the value that every case multiplies
-    predicate           a bool atom
-    on_false, on_true   the literal factors; 1.0 where a case is the score itself
-    """
+    """The parts of select_n(predicate, score * on_false, score * on_true)."""
 
     score: Val
     predicate: Atom
+    # literal factors; 1.0 where a case is the score itself
     on_false: float
     on_true: float
 
 
 def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choice | None:
-    """Recognises a select_n between two products of the same score by literals (or the score itself); returns its
-    parts.
-
-    inputs       the operands of the select_n: predicate, case for False, case for True
-    definition   from an atom to the Op that computes it
-
-    None for any other select, where both factors are equal, and where the common value does not depend on the score.
-    """
+    """The parts of a select_n between different products of one score by literals; None for any other select."""
     if len(inputs) != 3:
         return None
     (one, n), (other, m) = (_product(a, definition) for a in inputs[1:])
@@ -54,15 +44,10 @@ def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choi
 
 
 def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, Atom, Atom] | None:
-    """Recognises a product (score * inner) * outer in which inner and outer are selects between literals, or products
-    of such.
+    """(score, inner, outer) of a product (score * inner) * outer in which inner and outer are factors (`_size`).
 
-    inputs       the two operands of the outer product, in either order
-    definition   from an atom to the Op that computes it
-
-    Returns (score, inner, outer), so that the caller can compute score * (inner * outer); None for any other product,
-    and where the product of the factors could reach LARGEST or fall to its reciprocal. `score` is any value that
-    depends on the score.
+    The caller computes score * (inner * outer). None where the product of the factors could reach LARGEST or fall to
+    its reciprocal. `score` is any value that depends on the score.
     """
     for outer, factor in (inputs, inputs[::-1]):
         op = definition(outer)
@@ -79,9 +64,7 @@ def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, A
 
 
 def _number(atom: Atom) -> float | None:
-    """The value of a literal that can be a factor: real, with magnitude between 1 / LARGEST and LARGEST. None for any other
-    atom.
-    """
+    """The value of a literal that can be a factor: real, with magnitude between 1 / LARGEST and LARGEST."""
     if not isinstance(atom, Lit) or isinstance(atom.value, (bool, complex)):
         return None
     value = float(atom.value)
@@ -89,11 +72,7 @@ def _number(atom: Atom) -> float | None:
 
 
 def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
-    """Splits an atom that is a product x * c with a literal c that can be a factor (`_number`): returns (x, c), and (atom, 1.0) for any
-    other atom.
-
-    definition   from an atom to the Op that computes it
-    """
+    """(x, c) of an atom x * c with a literal c that can be a factor; (atom, 1.0) for any other atom."""
     op = definition(atom)
     if op is not None and op.prim == "mul":
         for score, factor in (op.inputs, op.inputs[::-1]):
@@ -104,13 +83,7 @@ def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
 
 
 def _size(atom: Atom, definition: Definition, depth: int = DEEPEST) -> tuple[float, float] | None:
-    """(the largest, the smallest magnitude) of a factor that is a select between literals, or a product of such selects.
-
-    definition   from an atom to the Op that computes it
-    depth        how many more levels of nested products are looked into
-
-    None for any other atom, for one that depends on the score, and if a literal is no factor by `_number`.
-    """
+    """(largest, smallest) magnitude of a factor: a select between literals, or a product of such selects; else None."""
     op = definition(atom)
     if op is None or "score" in axes_of(atom):
         return None

@@ -1,11 +1,11 @@
 """Programs of a score_mod in float32 where the user's function computes in float64.
 
-Under x64 a captured float64 array, and a numpy float64 number, make the arithmetic of a score_mod float64. For queries of 16 bits
-that is precision which no score has room for, and no kernel computes it. `in_single_precision` makes the same program in float32.
+Under x64 a captured float64 array, and a numpy float64 number, make the arithmetic of a score_mod float64. For queries
+of 16 bits no score has room for that precision, and no kernel computes it. `in_single_precision` makes the same program
+in float32.
 
-It declines where a rounded operand could change the result by more than its own rounding: where float64 values are compared,
-rounded to integers, or reinterpreted as bits, where a literal is beyond the range of float32, and for steps that are whole jaxprs.
-Comparisons of a derivative alone do not count: they choose between branches that meet where the operands are equal. It does not look for
+It declines where a rounded operand could change the result by more than its own rounding. Comparisons of a derivative
+alone do not count: they choose between branches that meet where the operands are equal. It does not look for
 cancellation: a difference of two large numbers, or of two positions of 2^24 or more, keeps the rounding of both.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from flexjax.ir.builder import Builder
 from flexjax.ir.operations import COMPARISONS, DIVISIONS, ROUNDINGS
 from flexjax.ir.program import SCORE, Atom, Lit, Load, Op, Program, Step, walk_atoms
+from flexjax.ir.replay import replay
 
 STEPPED = (
     COMPARISONS | DIVISIONS - {"div"} | ROUNDINGS | {"bitcast_convert_type", "is_finite", "reduce_precision", "sign"}
@@ -29,15 +30,11 @@ _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32
 
 
 def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | None:
-    """The programs with float32 in place of float64, and with captured arrays of float32 in place of float64; None where they
-    stay as they are.
+    """The programs with float32 in place of float64, also in captured arrays; None where they stay as they are.
 
-    programs   of one score_mod, whose score is float32: its program, and its derivative program if it has one. They have the
-               same captured arrays
-
-    They stay if no step of theirs gives float64; if one gives complex128 or is a Call; if a step makes float64 of other bits
-    (`_is_bits`); if a step of the score_mod's own program compares, rounds to integers or reinterprets float64 values
-    (`_may_round`); and if a float64 literal is neither a normal number of float32 nor 0, infinite or NaN (`_fits`).
+    `programs` are those of one score_mod, its own first, then its derivatives. They stay if no step gives float64, if
+    one gives complex128 or is a Call, if one makes float64 of other bits (`_is_bits`), if one of the first program
+    jumps (`_may_round`), and if a literal does not fit (`_fits`).
     """
     dtypes = {out.dtype for p in programs for step in p.steps for out in step.outs}
     if "float64" not in dtypes or "complex128" in dtypes or any(p.calls for p in programs):
@@ -51,21 +48,33 @@ def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | No
     return tuple(map(_rounded, programs))
 
 
+def with_single_captures(program: Program) -> Program | None:
+    """The program with float32 captures whose elements it converts to float64; None if a Call takes such an array
+    whole.
+    """
+    doubles = {i for i, c in enumerate(program.captures) if c.dtype == "float64"}
+    if any(a in doubles for call in program.calls for a in call.arguments if isinstance(a, int)):
+        return None
+    builder = Builder(program.sizes, program.inputs[SCORE].dtype)
+    for capture in program.captures:
+        builder.capture(capture.shape, _narrow(capture.dtype))
+    found = replay(
+        program, builder, {v.id: v for v in builder.inputs}, element=lambda load, x: builder.convert(x, load.out.dtype)
+    )
+    return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
+
+
 def _is_bits(step: Step) -> bool:
-    """Whether a step reinterprets the bits of another dtype as float64; float32 has another number of them."""
+    # float32 has another number of bits
     return isinstance(step, Op) and step.prim == "bitcast_convert_type" and step.out.dtype == "float64"
 
 
 def _may_round(step: Step) -> bool:
-    """Whether float64 may become float32 in a step: True for a step without float64 operands; of the others for an Op that is
-    not one of STEPPED and has a real floating result.
-    """
     doubles = any(atom.dtype == "float64" for atom in step.inputs)
     return not doubles or (isinstance(step, Op) and step.prim not in STEPPED and _is_float(step.out.dtype))
 
 
 def _is_float(dtype: str) -> bool:
-    """Whether the dtype of a name is a real floating one."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -78,7 +87,7 @@ def _fits(atom: Atom) -> bool:
 
 
 def _rounded(program: Program) -> Program:
-    """The program with float32 in place of float64, step by step, and with captured arrays of float32. It must have no Call."""
+    """The program, which has no Call, with float32 in place of float64, also in captured arrays."""
     builder = Builder(program.sizes, program.inputs[SCORE].dtype)
     for capture in program.captures:
         builder.capture(capture.shape, _narrow(capture.dtype))
@@ -86,7 +95,6 @@ def _rounded(program: Program) -> Program:
     loads: dict[int, Load] = {}
 
     def new(atom: Atom) -> Atom:
-        """The atom of the new program for an atom of the old: a float64 literal rounded to float32, other literals as they are."""
         if not isinstance(atom, Lit):
             return atoms[atom.id]
         return Lit(float(np.float32(atom.value)), "float32") if atom.dtype == "float64" else atom
@@ -106,5 +114,4 @@ def _rounded(program: Program) -> Program:
 
 
 def _narrow(dtype: str) -> str:
-    """The dtype name of the new program for one of the old: float32 for float64, any other as it is."""
     return "float32" if dtype == "float64" else dtype

@@ -1,12 +1,13 @@
-"""The rules that a legal program keeps; `check` runs after every pass that makes a program. Each rule is a function of a program: its
-docstring states the rule, and it returns None if the program keeps the rule, else what breaks it, as text for the error.
+"""The rules that a legal program keeps; `check` runs after every pass that makes a program.
+
+The docstring of each function states its rule. It returns what breaks the rule, as text for the error, or None.
 """
 
 from collections.abc import Callable
 
 from flexjax.ir.builder import mixed_axes
-from flexjax.ir.operations import OPERATIONS, STOP_GRADIENT
-from flexjax.ir.program import AXES, Call, Lit, Op, Program, Val, axes_of
+from flexjax.ir.operations import COTANGENT, LOOP_AT, LOOPS, OPERATIONS, REDUCTIONS, STOP_GRADIENT
+from flexjax.ir.program import AXES, Call, Lit, Op, Program, Val, axes_of, loop_indices
 from flexjax.ir.ranges import is_integer
 
 
@@ -45,20 +46,30 @@ def _loads_fit_captures(program: Program) -> str | None:
 
 
 def _axes_cover_operands(program: Program) -> str | None:
-    """The axes of a result are names of AXES and include those of its operands, unless it has a linear form, in which
-    they may cancel out.
-
-    Results of a Call are not checked.
-    """
+    """The axes of a result are known and include those of its operands, but for linear forms, loops and Calls."""
+    known = {*AXES, *loop_indices(program)}
     for step in program.steps:
         if isinstance(step, Call):
             continue
         operands = mixed_axes([axes_of(a) for a in step.inputs])
-        if not step.out.axes <= set(AXES):
+        if isinstance(step, Op) and step.prim in (*REDUCTIONS, LOOP_AT):
+            operands -= frozenset().union(*map(axes_of, step.inputs[1::2]))
+        if not step.out.axes <= known:
             return f"{step.out} has axes {sorted(step.out.axes)}"
         lost = operands - step.out.axes
+        # the axes may cancel out in a linear form
         if lost and step.out.linear is None:
             return f"{step.out} loses the axes {sorted(lost)}"
+    return None
+
+
+def _loops_have_an_index(program: Program) -> str | None:
+    """A loop goes over a loop index on which its operand depends, and its result does not."""
+    indices = set(loop_indices(program).values())
+    for step in program.loops:
+        operand, index = step.inputs
+        if index not in indices or not axes_of(index) <= axes_of(operand) or axes_of(index) & step.out.axes:
+            return f"{step.prim} of {operand} over {index}"
     return None
 
 
@@ -84,8 +95,10 @@ def _index_literals_in_bounds(program: Program) -> str | None:
 
 
 def _operations_are_known(program: Program) -> str | None:
-    """The primitive of every Op is one of operations.py, or stop_gradient."""
-    unknown = {s.prim for s in program.steps if isinstance(s, Op)} - OPERATIONS - {STOP_GRADIENT}
+    """The primitive of every Op is one of operations.py."""
+    unknown = (
+        {s.prim for s in program.steps if isinstance(s, Op)} - OPERATIONS - LOOPS - {STOP_GRADIENT, COTANGENT, LOOP_AT}
+    )
     return f"operations {sorted(unknown)} are not in ir/operations.py" if unknown else None
 
 
@@ -94,15 +107,14 @@ RULES: tuple[Callable[[Program], str | None], ...] = (
     _defined_before_use,
     _loads_fit_captures,
     _axes_cover_operands,
+    _loops_have_an_index,
     _select_is_typed,
     _index_literals_in_bounds,
 )
 
 
 def check(program: Program) -> None:
-    """Checks the program against every rule of RULES; raises IllegalProgram, with the program's text, at the first that is
-    broken.
-    """
+    """Raises IllegalProgram, with the program's text, at the first rule that the program breaks."""
     for rule in RULES:
         complaint = rule(program)
         if complaint:

@@ -1,4 +1,5 @@
-"""Programs that read a captured array of 16-bit floats as float32, where all that they do with its elements is to convert them.
+"""Programs that read a captured array of 16-bit floats as float32, where all that they do with its elements is to
+convert them.
 
 Converting to float32 is exact, so a call may convert such an array once in place of each element at each read.
 """
@@ -9,25 +10,19 @@ from collections.abc import Collection, Sequence
 from flexjax.ir.program import Atom, Lit, Load, Op, Program, Step, Val
 from flexjax.ir.rewrite import map_atoms
 
+# dtypes that float32 contains
 NARROW = ("bfloat16", "float16")
-"""Dtypes that float32 contains."""
 
 
 def widenable(programs: Sequence[Program]) -> frozenset[int]:
-    """The numbers of the captured arrays of a NARROW dtype that some program reads, and of whose elements every use in the programs is a
-    conversion to float32.
-
-    programs   of one mod, with the same captured arrays: its program, and its derivative program if it has one
-
-    An element that is a result, or an array that a Call reads as a whole, is another use.
-    """
+    """The captured arrays of a NARROW dtype whose elements the programs only convert to float32."""
     found = {load.capture for program in programs for load in program.loads}
     found = {n for n in found if programs[0].captures[n].dtype in NARROW}
     return frozenset(found - {n for program in programs for n in _used_otherwise(program)})
 
 
 def _used_otherwise(program: Program) -> set[int]:
-    """The numbers of the captured arrays of which the program uses an element otherwise than to convert it to float32."""
+    """The captured arrays of which the program uses an element otherwise than to convert it to float32."""
     capture_of = {load.out.id: load.capture for load in program.loads}
     found = {a for call in program.calls for a in call.arguments if isinstance(a, int)}
     used: list[Atom] = list(program.results)
@@ -38,16 +33,11 @@ def _used_otherwise(program: Program) -> set[int]:
 
 
 def _widens(step: Step) -> bool:
-    """Whether the step is a conversion to float32."""
     return isinstance(step, Op) and step.prim == "convert_element_type" and step.out.dtype == "float32"
 
 
 def widened(program: Program, captures: Collection[int]) -> Program:
-    """The program that reads some captured arrays as float32, without the conversions of their elements; its values and results are
-    the same numbers.
-
-    captures   numbers of arrays, which are `widenable`
-    """
+    """The program that reads the captured arrays of these numbers as float32; its values are the same numbers."""
     if not captures:
         return program
     renamed: dict[int, Val] = {}  # id of an element or of its conversion -> the element in float32
@@ -55,7 +45,6 @@ def widened(program: Program, captures: Collection[int]) -> Program:
     place: dict[int, int] = {}  # position of a step -> its position among `steps`
 
     def new(atom: Atom) -> Atom:
-        """The operand in the new program."""
         return atom if isinstance(atom, Lit) else renamed.get(atom.id, atom)
 
     for n, step in enumerate(program.steps):

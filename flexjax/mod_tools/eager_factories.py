@@ -1,8 +1,7 @@
 """`eager`: factories of mods whose arrays are known stay outside of the program that is being traced.
 
-`masks.document(ids)` may be called inside a jitted function with ids that are a numpy array. Each operation of jax.numpy would
-then be a part of the program and its result a traced array, so that the block lists of the mask would be made in every step
-although they are the same in all of them.
+A jitted function may call `masks.document(ids)` with ids that are a numpy array. Traced, its jax.numpy operations would
+make the block lists of the mask in every step.
 """
 
 import functools
@@ -12,27 +11,24 @@ from typing import ParamSpec, TypeVar
 import jax
 from jax.core import Tracer, eval_context
 
+from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.settings import own_settings
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def eager(factory: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function that calls `factory` with its own arguments, outside of any transformation and mesh, so that what the factory
-    computes is known at once.
-
-    If an argument is traced or is an array on several devices, `factory` is called where the caller is. Arguments that are functions are
-    not looked into. The function has the name, the docstring and the signature of `factory`.
-    """
+    """Calls `factory` outside of transformations and meshes, unless an argument is traced or on several devices."""
 
     @functools.wraps(factory)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `factory` for these arguments, computed outside of any transformation and mesh unless an argument is traced or is
-        an array on several devices.
-        """
-        given = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in given):
-            return factory(*args, **kwargs)
-        with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return factory(*args, **kwargs)
+        given = tuple(map(unwrapped, args)), {name: unwrapped(x) for name, x in kwargs.items()}
+        leaves = jax.tree.leaves(given)
+        if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in leaves):
+            with own_settings():
+                return factory(*given[0], **given[1])
+        with own_settings(), eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return factory(*given[0], **given[1])
 
     return run

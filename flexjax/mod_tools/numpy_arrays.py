@@ -1,4 +1,6 @@
-"""Copies numpy arrays to JAX arrays without a compiled program."""
+"""Copies numpy arrays to JAX arrays without a compiled program, and takes arrays out of objects that hold one."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,15 @@ from jax.typing import ArrayLike
 
 
 def as_array(value: ArrayLike) -> jax.Array:
-    """`jnp.asarray(value)`, with the type that jax gives the numbers.
-
-    Eagerly, jnp.asarray compiles and runs a program for each shape of numpy array (jax 0.10 and later), which takes 7 ms on a CPU and more
-    on a GPU. A numpy array of numbers or bools is therefore copied by jax.device_put, which compiles nothing. With a mesh in context
-    it goes through jnp.asarray, which places it on the mesh.
-    """
+    """`jnp.asarray(value)`, with the type that jax gives the numbers."""
+    # jnp.asarray compiles a program for each shape of numpy array: 7 ms on a CPU, more on a GPU; it places on a mesh
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(value)
     return jnp.asarray(value)
+
+
+def unwrapped(value: Any) -> Any:
+    """The array that an object with `__jax_array__` holds, such as a flax.nnx.Param; any other value as it is."""
+    if isinstance(value, jax.Array | np.ndarray) or not hasattr(type(value), "__jax_array__"):
+        return value
+    return value.__jax_array__()

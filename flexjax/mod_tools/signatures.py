@@ -2,9 +2,12 @@
 
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from jax import Array
+
+from flexjax.mod_tools.made_for import Size, carry
+from flexjax.mod_tools.picklable import Mod
 
 MaskMod = Callable[[Array, Array, Array, Array], Array]
 """`(b, h, q_idx, kv_idx) -> bool`, all int32 scalars; True keeps the entry."""
@@ -19,32 +22,32 @@ SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def named(name: str) -> Callable[[F], F]:
-    """Makes a decorator for the function inside a factory: it sets the function's `__name__` and `__qualname__` to
-    `name` and returns the function itself.
-
-    `explain` and error messages show the name.
-    """
+def named(name: str, *sizes: Size) -> Callable[[F], F]:
+    """A decorator for the function inside a factory: it names it, makes it picklable and gives it its sizes."""
 
     def rename(function: F) -> F:
-        """Sets the name of `function` and returns the function itself."""
         function.__name__ = function.__qualname__ = name
-        return function
+        mod = cast(F, Mod(function))
+        return carry(mod, sizes) if sizes else mod
 
     return rename
 
 
 def without_types(signature: inspect.Signature) -> inspect.Signature:
-    """The signature without annotations, as error messages show it: `(b, h, q_idx, kv_idx)`."""
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
 
 
 def other_kind(signature: inspect.Signature, expected: tuple[str, ...]) -> str:
-    """What a function with this signature may be instead of one that takes the arguments `expected`: "mask_mod" where a score mod is expected
-    and it has as many arguments as a mask mod, "score_mod" the other way round, else "".
-    """
+    """ "mask_mod" or "score_mod" if the function seems to be of the kind that is not `expected`; else ""."""
     count = len(signature.parameters)
     if expected == SCORE_ARGUMENTS and count == len(MASK_ARGUMENTS):
         return "mask_mod"
     return "score_mod" if expected == MASK_ARGUMENTS and count == len(SCORE_ARGUMENTS) else ""
+
+
+def misplaced(signature: inspect.Signature, expected: tuple[str, ...]) -> bool:
+    """Whether a function that takes the positional arguments `expected` names one of them at the place of another."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    return any(name in expected and name != wanted for name, wanted in zip(names, expected, strict=False))

@@ -1,8 +1,7 @@
 """A cache of keys and values in pages, and the table that says which request has which page.
 
-This folder owns the two pytrees and the pure functions on them; attention over them is `flexjax.paged_attention`. `table.py` hands
-out pages and counts who uses them, `cache.py` writes and reads tokens. All functions run inside jit, do no work on the host, and
-keep every shape, so that a serving loop compiles once.
+`table.py` hands out pages and counts who uses them, `cache.py` writes and reads tokens. All functions run inside jit
+and keep every shape, so that a serving loop compiles once.
 """
 
 from flexjax.paged.cache import PagedCache as PagedCache

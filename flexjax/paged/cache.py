@@ -1,18 +1,10 @@
 """Keys and values in pages: the pool, and how tokens are written to it and read from it.
 
-The pool of keys is [P, page, M, D], that of values [P, page, M, E], M key heads. `append` writes into the pool in place if the
-caller donates it (`jax.jit(..., donate_argnums=...)`): XLA then updates the donated buffer and copies nothing but the new tokens and
-pages that are shared (table.py). One exception: on a CPU a pool of bfloat16, float16 or float8 is copied once by each append,
-because XLA has no update of such arrays there.
-
-**Quantised pools** (int8, float8_e4m3fn) have scales: key = stored * scale. Two forms, told apart by their rank:
+A quantised pool (int8, float8_e4m3fn) has scales, key = stored * scale, in two forms:
 
     float32 [M]      given by the caller of `empty`, one for each key head, never changed
-    float32 [P, M]   one for each page and head, set by `append` when it writes the first token of a page:
-                     2 * max |token| / L, L = 127 (int8) or 448 (float8_e4m3fn); a token of zeros counts as max |token| = 1
-
-A number x is stored as x / scale, rounded to nearest even, after clipping to -L .. L. The factor 2 leaves room for later tokens of
-the page.
+    float32 [P, M]   set by `append` with the first token of a page: 2 * max |token| / L, L = 127 or 448; the factor 2
+                     is for later tokens, which are clipped to -L .. L
 """
 
 import dataclasses
@@ -26,7 +18,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from flexjax.errors import bad_argument, kind_of
+from flexjax.errors import bad_argument, kind_of, public
+from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.settings import own
 from flexjax.paged.table import (
     Growth,
     PageTable,
@@ -37,24 +31,20 @@ from flexjax.paged.table import (
     described,
     grow,
 )
-from flexjax.plan.pages import tokens_of_pages
+from flexjax.rewrites.pages import tokens_of_pages
 
 Array = jax.Array
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The largest number that a quantised pool stores, by dtype."""
-PLAIN = ("bfloat16", "float16", "float32", "float64")
-"""Dtypes of pools without scales."""
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # number that a quantised pool stores
+PLAIN = ("bfloat16", "float16", "float32", "float64")  # dtypes of pools without scales
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedCache:
     """Keys and values of one layer in P pages; a pytree, made by `flexjax.paged.empty`.
 
-    key           [P, page, M, D], bfloat16, float16, float32 or float64, or quantised: int8 or float8_e4m3fn
-    value         [P, page, M, E], of the same dtype
-    key_scales    float32 [M] or [P, M] of a quantised pool: what a stored key is multiplied by; else None
-    value_scales  the same for values
+    key, value    [P, page, M, D] and [P, page, M, E], bfloat16, float16, float32 or float64; int8 or float8_e4m3fn
+    key_scales, value_scales  float32 [M] or [P, M], what a stored number is multiplied by; None if it is not quantised
     """
 
     key: Array
@@ -62,12 +52,17 @@ class PagedCache:
     key_scales: Array | None = None
     value_scales: Array | None = None
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, unwrapped(getattr(self, field.name)))
+
 
 jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value", "key_scales", "value_scales"], meta_fields=[])
 
 Scales = float | Array | np.ndarray
 
 
+@own
 def empty(
     P: int,
     page: int,
@@ -82,11 +77,9 @@ def empty(
 
     E        head dim of values; None: that of keys
     dtype    bfloat16, float16, float32 or float64; int8 or float8_e4m3fn stores quantised numbers
-    scales   of a quantised pool: a number or float [M] for keys and values, or a pair (keys, values) of these. None: `append`
-             chooses a scale for each page and head
+    scales   of a quantised pool: a number or float [M], or a pair (keys, values) of these. None: `append` chooses
 
-    Raises ValueError for sizes that are no positive ints, a page that is no multiple of 8, another dtype, and scales of another
-    shape, of known numbers that are not finite and above 0, or of a pool that is not quantised.
+    Raises ValueError for sizes that are no positive ints, a page that is no multiple of 8, and scales that do not fit.
     """
     value_dim = D if E is None else E
     for name, number in (("P", P), ("M", M), ("D", D), ("E", value_dim)):
@@ -109,7 +102,6 @@ def empty(
 
 
 def _name_of(dtype: DTypeLike | None) -> str:
-    """The name of a dtype; of what is none, and of None, which numpy reads as float64, how it prints."""
     if dtype is None:
         return "None"
     try:
@@ -119,13 +111,7 @@ def _name_of(dtype: DTypeLike | None) -> str:
 
 
 def _given_scale(given: Scales, heads: int) -> Array:
-    """The scales that a caller gives for keys or for values, as float32 [M].
-
-    given   a number or an array [] or [M], of a floating dtype
-    heads   M
-
-    Raises ValueError for another shape or dtype, an int included, and for known numbers that are not finite and above 0.
-    """
+    """The scales, [] or [M], as float32 [M]. Raises ValueError for ints, and known numbers not finite and above 0."""
     array = jnp.asarray(given)
     if array.shape not in ((), (heads,)) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise bad_argument(
@@ -139,6 +125,8 @@ def _given_scale(given: Scales, heads: int) -> Array:
     return jnp.broadcast_to(array.astype(jnp.float32), (heads,))
 
 
+@public
+@own
 def append(
     cache: PagedCache,
     table: PageTable,
@@ -148,18 +136,16 @@ def append(
     query_seq_lengths: Array | np.ndarray | None = None,
     cu_q_lens: Array | np.ndarray | None = None,
 ) -> tuple[PagedCache, PageTable]:
-    """Writes new tokens after those that each request has: (cache, table).
+    """Writes new tokens after those that each request has: (cache, table). Donate `cache`, so that it is updated in
+    place.
 
-    k, v                [R, T, M, D] and [R, T, M, E], or the tokens of all requests one after the other, [tokens, M, D] and
-                        [tokens, M, E], with cu_q_lens. They are cast to the dtype of the cache, or quantised
+    k, v                [R, T, M, D] and [R, T, M, E], or [tokens, M, D] and [tokens, M, E] with cu_q_lens
     query_seq_lengths   int32 [R], for [R, T, M, D]: how many of the T tokens of each request count; default all
-    cu_q_lens           int32 [R + 1]: request r has the tokens cu_q_lens[r] .. cu_q_lens[r + 1] - 1; tokens after the last are
-                        padding
+    cu_q_lens           int32 [R + 1]: request r has the tokens cu_q_lens[r] .. cu_q_lens[r + 1] - 1
 
-    `allocate` has to reserve the pages before. The tokens of a request whose pages are not all reserved are not written, and its
-    length stays. A partly filled last page that other requests hold too is copied to the reserved page first (table.py). Every layer
-    has a cache of its own and all share the table: give each layer the same old table, and keep the table that any of them returns.
-    Donate `cache`, so that it is updated in place. Raises ValueError for arguments of other types or shapes.
+    Call `allocate` before. Tokens of a request whose pages are not all reserved raise ValueError outside of jit; in a
+    program they are not written, and `table.lengths` stays. A shared, partly filled page is copied first. Every layer
+    has a cache of its own: give each the same old table, and keep the table that any of them returns.
     """
     pool, page = check_cache(cache)
     check_table(table, page)
@@ -189,19 +175,32 @@ def append(
                 "query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths."
             )
         row, place, counts, _ = rows_of_tokens(cu_q_lens, rows, k.shape[0])
-    return _appended(cache, table, k, v, row, place, counts)
+    after = _appended(cache, table, k, v, row, place, counts)
+    if not isinstance(after[1].lengths, Tracer) and after[1].lengths.is_fully_addressable:
+        _check_reserved(table, counts, after[1])
+    return after
+
+
+def _check_reserved(before: PageTable, counts: Array, after: PageTable) -> None:
+    """Raises ValueError if `counts` tokens of a request were not written because its pages are not reserved."""
+    old, new, wanted = (np.asarray(x) for x in jax.device_get((before.lengths, after.lengths, counts)))
+    missing = np.flatnonzero(new - old != wanted)
+    if missing.size:
+        r = int(missing[0])
+        raise bad_argument(
+            "table",
+            f"without reserved pages for {int(wanted[r])} new tokens of request {r}, which has {int(old[r])}",
+            "pages for every new token",
+            "Call table, granted = paged.allocate(table, table.lengths + counts) first, with totals, and append no "
+            "tokens of requests that it does not grant: counts = jnp.where(granted, counts, 0).",
+        )
 
 
 @functools.partial(jax.jit, inline=True)  # eagerly, its loops would be compiled in each call
 def _appended(
     cache: PagedCache, table: PageTable, k: Array, v: Array, row: Array, place: Array, counts: Array
 ) -> tuple[PagedCache, PageTable]:
-    """What `append` returns, for checked arguments.
-
-    row      int32 [tokens]: the request of each of the tokens of k and v
-    place    int32 [tokens]: its number among the new tokens of its request
-    counts   int32 [R]: how many tokens of each request are written
-    """
+    """What `append` returns, for checked arguments: token i is number place[i] of counts[row[i]] of request row[i]."""
     pool, page = cache.key.shape[:2]
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     growth = grow(table, counts, page)
@@ -215,11 +214,7 @@ def _appended(
 
 
 class Places(typing.NamedTuple):
-    """Where new tokens are written, after the copies of `growth`.
-
-    page   int32 [tokens]: the page of each token; P, the number of pages, for a token that is not written
-    slot   int32 [tokens]: its number in the page
-    """
+    """Where new tokens are written, after the copies of `growth`: int32 [tokens] each; page P is not written."""
 
     growth: Growth
     page: Array
@@ -227,13 +222,8 @@ class Places(typing.NamedTuple):
 
 
 def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> tuple[Array, Array | None]:
-    """(pool, scales): a pool of keys or values with new tokens written to it, after the copies of pages that `at.growth` names, and its
-    scales.
-
-    scales   float32 [M], which stay, or [P, M], which get an entry for each page that begins; None if the pool is not quantised
-    tokens   [tokens, M, D] ([tokens, M, E] of values), not yet cast or quantised
-    at       where each of them goes; a token whose page is P is not written
-    """
+    """(pool, scales) with new tokens [tokens, M, D or E] written, after the copies of pages."""
+    # scales [M] stay; [P, M] get an entry for each page that begins
     if scales is not None and scales.ndim == 2:
         most = jnp.max(jnp.abs(tokens.astype(jnp.float32)), -1)
         found = 2 * jnp.where(most == 0, 1, most) / LARGEST[pool.dtype.name]
@@ -247,11 +237,6 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
     tokens = tokens.astype(pool.dtype)
 
     def write(pool: Array, tokens: Array) -> Array:
-        """The pool after the copies of pages of `at.growth`, with each token in its slot of its page; a token that is not written is left
-        out.
-
-        pool, tokens   of one dtype, which may be integers that stand for their bits
-        """
         return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
 
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:
@@ -264,31 +249,18 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
 
 
 def _copy_pages(x: Array, growth: Growth) -> Array:
-    """Copies the pages that an append has to copy before it writes: page growth.copied[i, 0] to growth.copied[i, 1] for each
-    i < growth.copies.
-
-    x   a pool [P, ...] or its scales [P, M]; the result has its shape
-
-    The loop has `growth.copies` rounds, most often 0. Each round is a slice and an update, which XLA makes in place.
-    """
+    """x, a pool [P, ...] or its scales, with page growth.copied[i, 0] at growth.copied[i, 1] for i < growth.copies."""
 
     def copy(i: Array, x: Array) -> Array:
-        """x after copy number i, which writes page growth.copied[i, 0] over page growth.copied[i, 1]."""
         old, new = jnp.clip(growth.copied[i], 0, x.shape[0] - 1)
         return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, old, 1, 0), new, 0)
 
+    # most often there is no round; each is a slice and an update, which XLA makes in place
     return lax.fori_loop(jnp.int32(0), growth.copies, copy, x)
 
 
 def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: object) -> Array:
-    """The argument `name` ("k" or "v") of `append`, whose value is `given`, as an array: [R, T, M, D], or [tokens, M, D] with cu_q_lens.
-
-    like        the pool that the tokens are written to
-    rows        R, the requests of the table
-    cu_q_lens   that argument of `append`; None: tokens are given by request
-
-    Raises ValueError for another rank, number of requests, number of heads or head dim, and for numbers that are not floating.
-    """
+    """The argument `name` of `append`: [R, T, M, D], or [tokens, M, D] with cu_q_lens. Raises ValueError."""
     lead, letters = ((rows,), "R, T") if cu_q_lens is None else ((), "tokens")
     heads = like.shape[2:]
     rank = 2 + len(letters.split(","))
@@ -301,7 +273,8 @@ def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: obj
             else "Leave cu_q_lens out for [R, T, ..]."
         )
         raise bad_argument(
-            name, described(given), f"floats [{letters}, M, {'D' if name == 'k' else 'E'}] with {sizes}the heads and head dim "
+            name, described(given),
+            f"floats [{letters}, M, {'D' if name == 'k' else 'E'}] with {sizes}the heads and head dim "
             f"{heads} of the cache", other,
         )  # fmt: skip
     return jnp.asarray(given)
@@ -310,10 +283,8 @@ def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: obj
 class TokenRows(typing.NamedTuple):
     """Which request each token belongs to, where the tokens of all requests lie one after the other.
 
-    row      int32 [tokens]: the request of each token
-    place    int32 [tokens]: its number among the tokens of its request; counts[row] or more for a padding token
-    counts   int32 [R]: how many tokens each request has
-    starts   int32 [R]: the index of the first token of each request
+    row, place      int32 [tokens]: its request, and its number there; counts[row] or more for a padding token
+    counts, starts  int32 [R]: how many tokens each request has, and the index of its first one
     """
 
     row: Array
@@ -323,14 +294,6 @@ class TokenRows(typing.NamedTuple):
 
 
 def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> TokenRows:
-    """Which request each token belongs to: request r has the tokens cu_q_lens[r] .. cu_q_lens[r + 1] - 1.
-
-    cu_q_lens   the argument, int32 [R + 1]; entries are clipped to 0 .. tokens
-    rows        R
-    tokens      how many tokens there are, padding included
-
-    Raises ValueError for cu_q_lens of another type or shape.
-    """
     ends = jnp.clip(check_int32("cu_q_lens", cu_q_lens, (rows + 1,)), 0, tokens)
     number = jnp.arange(tokens, dtype=jnp.int32)
     # Every end is compared with every token, in one kernel; a binary search is a loop of several on a GPU.
@@ -341,19 +304,18 @@ def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> TokenRows:
     return TokenRows(row, place, jnp.maximum(ends[1:] - ends[:-1], 0), ends[:-1])
 
 
+@public
+@own
 def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
     """The keys and values of all requests, contiguous: [R, n * page, M, D] and [R, n * page, M, E].
 
-    dtype   of the result; default that of the cache, float32 if it is quantised. Quantised numbers are multiplied by their scales
+    dtype   of the result; default that of the cache, float32 if it is quantised
 
-    Tokens of a page number outside 0 .. P - 1 are 0; those after the length of a request are whatever its pages hold. It is
-    the definition of `flexjax.paged_attention`, which makes these arrays only where a kernel cannot read the pages in place. Raises
-    ValueError for arguments of other types or shapes.
+    Tokens of a page number outside 0 .. P - 1 are 0; those after the length of a request are whatever its pages hold.
     """
     check_table(table, check_cache(cache)[1])
 
     def contiguous(x: Array, scales: Array | None) -> Array:
-        """The tokens of the pool x, [R, n * page, M, D or E], multiplied by `scales` if it has them, in the dtype that `gather` returns."""
         found = tokens_of_pages(jnp.asarray(x), scales, jnp.asarray(table.pages), jnp.float32)
         return found if dtype is None else found.astype(dtype)
 
@@ -361,11 +323,7 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
 
 
 def check_cache(cache: object) -> tuple[int, int]:
-    """Checks a cache and returns (P, the number of its pages, tokens of a page).
-
-    Raises ValueError unless it is a PagedCache of two arrays of four dims, of one supported dtype and the same pages, tokens and heads,
-    with a page of a multiple of 8 tokens, and with float32 scales [M] or [P, M] exactly where the dtype is quantised.
-    """
+    """(P, the number of pages, tokens of a page) of a cache. Raises ValueError."""
     if not isinstance(cache, PagedCache):
         raise bad_argument("cache", kind_of(cache), "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty.")
     for name, array, letters in (("key", cache.key, "[P, page, M, D]"), ("value", cache.value, "[P, page, M, E]")):
@@ -380,7 +338,8 @@ def check_cache(cache: object) -> tuple[int, int]:
     key, value = cache.key, cache.value
     if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
         raise bad_argument(
-            "cache.value", described(value), f"{key.dtype.name} with the pages, tokens and heads of cache.key, {key.shape[:3]}",
+            "cache.value", described(value),
+            f"{key.dtype.name} with the pages, tokens and heads of cache.key, {key.shape[:3]}",
             "Make them agree.",
         )  # fmt: skip
     pool, page, heads = key.shape[:3]

@@ -1,4 +1,4 @@
-"""Which requests begin with the same tokens, and where these are: `SharedPrefix`, the argument `shared` of `paged_attention`."""
+"""`SharedPrefix`, the argument `shared` of `paged_attention`: which requests begin with the same tokens."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.errors import bad_argument, kind_of
+from flexjax.mod_tools.numpy_arrays import unwrapped
 from flexjax.paged.table import check_int32, described
 
 Array = jax.Array
@@ -14,17 +15,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedPrefix:
-    """Groups of requests that begin with the same tokens; a pytree.
+    """Groups of requests that begin with the same tokens; a pytree. Nothing checks that the tokens are the same.
 
-    group            int32 [R]: the group of each request; a number outside 0 .. groups - 1 for a request without a group
-    prefix_pages     int32 [groups, n]: the pages of the tokens that the requests of a group share, for example the row of `table.pages`
-                     of one of its requests. n may be less than that of the table
-    prefix_lengths   int32 [groups]: how many tokens each group shares, clipped to 0 .. n * page; they need not fill their last page
+    group            int32 [R]: the group of each request; outside 0 .. groups - 1 for a request without a group
+    prefix_pages     int32 [groups, n]: the pages of these tokens, such as a row of `table.pages`
+    prefix_lengths   int32 [groups]: how many tokens each group shares, clipped to 0 .. n * page
 
-    A request that has fewer tokens than its group shares is attended by itself. Nothing checks that the tokens of a group are the same:
-    attention reads `prefix_pages` in the place of each request's own pages.
-
-    Example, requests 1 and 2 continue request 0, which has 4096 tokens:
+    Requests 1 and 2 continue request 0, which has 4096 tokens:
 
         table = paged.fork(table, jnp.asarray([-1, 0, 0, -1]))
         shared = SharedPrefix(jnp.asarray([0, 0, 0, -1]), table.pages[:1], jnp.asarray([4096]))
@@ -34,17 +31,16 @@ class SharedPrefix:
     prefix_pages: Array
     prefix_lengths: Array
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, unwrapped(getattr(self, field.name)))
+
 
 jax.tree_util.register_dataclass(SharedPrefix, data_fields=["group", "prefix_pages", "prefix_lengths"], meta_fields=[])
 
 
 def check_shared(shared: object, requests: int, page: int) -> SharedPrefix:
-    """The argument `shared` with prefix_lengths clipped to 0 .. n * page. Raises ValueError for another type, and for arrays that do not
-    fit.
-
-    requests   R, the number of requests of the call
-    page       tokens of a page of the cache
-    """
+    """`shared` with clipped prefix_lengths. Raises ValueError."""
     if not isinstance(shared, SharedPrefix):
         raise bad_argument("shared", kind_of(shared), "a flexjax.SharedPrefix or None", "None shares nothing.")
     pages = shared.prefix_pages

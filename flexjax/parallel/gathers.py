@@ -1,13 +1,9 @@
 """Says what is communicated before a call because its arrays are split otherwise than its work.
 
-The work is split by batch and heads. An array that is split over another dimension, or over other axes, is gathered first: each
-device receives the parts that its share of the work needs and that it does not have. A Spec (flexjax/partition.py) has, for each
-dimension of an array, the mesh axes that split the dimension.
+The work is split by batch and heads. An array that is split over another dimension, or over other axes, is gathered
+first: each device receives the parts that its share of the work needs and that it does not have.
 
-A Split says over which mesh axes the batch and the heads of the work are split.
-
-A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
-of score_mod and the backends to ask (plan/problem.py).
+`arrays` are the operands or their shapes, as a flat list; `specs` says how each of them is split now.
 """
 
 import math
@@ -23,20 +19,15 @@ from flexjax.partition import Mesh, Names, Spec, names_of
 from flexjax.plan.kernel_plan import FIRST_CAPTURE, BlockLists, Lengths, Operands
 from flexjax.plan.problem import Problem
 
+# what warnings call the dimensions that `operand_dims` names by a letter
 DIMENSIONS = {"b": "batch", "t": "tokens", "s": "tokens", "d": "head dim", "e": "head dim", "r": "features"}
 DIMENSIONS |= dict.fromkeys("hmx", "heads")
-"""What warnings call the dimensions that `operand_dims` names by a letter."""
 
-_said: set[object] = set()
-"""What this process has warned of: pairs of a plan and what is gathered, or the reason for a whole call."""
+_said: set[object] = set()  # what this process has warned of: (plan, what is gathered) or (plan, reason)
 
 
 def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
-    """Warns, once for each plan and what it gathers in a process, if a forward pass whose work is split by `split` has to gather operands.
-
-    arrays   the operands or their shapes, as a flat list
-    specs    how each of them is split now
-    """
+    """Warns, once for a plan and what it gathers, if a forward pass split by `split` has to gather operands."""
     found = gathers(problem, split, arrays, specs)
     if not found or (problem.plan, found) in _said:
         return
@@ -54,10 +45,7 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
 
 
 def warn_of_whole_calls(problem: Problem, why: str) -> None:
-    """Warns, once for each plan and reason in a process, that every device computes all of a call.
-
-    why   the reason and what to do: whole sentences, the beginning of the message
-    """
+    """Warns, once for a plan and reason `why` (whole sentences), that every device computes all of a call."""
     if (problem.plan, why) in _said:
         return
     warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=stacklevel_of_user())
@@ -67,14 +55,7 @@ def warn_of_whole_calls(problem: Problem, why: str) -> None:
 def gathers(
     problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]
 ) -> tuple[str, str] | None:
-    """What each device receives before the work is done by `split`: None if nothing is gathered, else two texts for a message.
-
-    arrays   the operands or their shapes, as a flat list
-    specs    how each of them is split now
-
-    The texts are the bytes in total ("1.5 GB"), and for each gathered operand its name, its bytes, and the dimensions over which
-    it is split now and not for the work.
-    """
+    """What each device receives before the work, or None: the bytes in total, and each operand with its bytes."""
     total, each = 0, []
     for name, dims, x, given in zip(operand_names(problem), operand_dims(problem), arrays, specs, strict=True):
         needed = [names_of(part) for part in spec_of(problem.plan, dims, split)]
@@ -91,13 +72,7 @@ def gathers(
 
 
 def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], split: Split) -> int:
-    """How many bytes of x one device receives when the split of x changes from `given` to `needed`.
-
-    given, needed   for each dimension of x (an array or its shape) the axes that split it
-    split           its mesh gives the sizes of the axes
-
-    That is the size of the device's needed part less the size of what it has of this part already.
-    """
+    """How many bytes of x one device receives when the axes of its dimensions change from `given` to `needed`."""
     devices = lambda parts: math.prod(split.count(tuple(names)) for names in parts)
     both = [dict.fromkeys((*g, *n)) for g, n in zip(given, needed, strict=True)]
     size = math.prod(x.shape) * x.dtype.itemsize
@@ -105,9 +80,7 @@ def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], sp
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes as text: three significant digits with TB, GB, MB or kB (powers of 1000), such as "1.5 GB", or below 1000 all
-    digits with B. What rounds to 1000 of a unit has the next one; from 999.5 TB on all digits of the TB are written.
-    """
+    """A number of bytes with three significant digits and TB, GB, MB or kB (powers of 1000), or below 1000 with B."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if 10_000 * size >= 9_995 * factor:
             number = size / factor
@@ -116,9 +89,7 @@ def bytes_text(size: int) -> str:
 
 
 def operand_names(problem: Problem) -> list[str]:
-    """A name for each operand of the flat list, in its order, for messages: "query", "captured array 0 of score_mod", "a block list",
-    "the origin of key", "query_seq_lengths".
-    """
+    """Names of the flat list of operands for messages: "query", "captured array 0 of score_mod", "a block list"."""
     n = problem.structure.num_leaves
     places = problem.arrange(range(n))
     tree_of: typing.Any = Operands
@@ -146,15 +117,7 @@ def operand_names(problem: Problem) -> list[str]:
 
 
 def describe_devices(problem: Problem, arrays: Sequence[typing.Any], shardings: Sequence[typing.Any]) -> str:
-    """The lines of `flexjax.explain` about devices, as one text; "" if no array lies on a mesh of several devices.
-
-    arrays      the operands or their shapes, as a flat list
-    shardings   the jax sharding of each of them (only NamedShardings count), None where it has none
-
-    The first line has the axes of the mesh and their sizes, "devices: data 2 x model 4", the second what the work is split by or that every
-    device computes all of it, the third what each device receives or that nothing is gathered. The mesh is that of the first such array;
-    arrays on another mesh count as whole.
-    """
+    """The lines of `flexjax.explain` about devices; "" if no array lies on a mesh of several devices."""
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1]
     if not named:
         return ""

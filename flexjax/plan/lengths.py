@@ -3,13 +3,9 @@
     slot of query t of batch entry b exists   where t < lengths.query[b]
     slot of key s of batch entry b exists     where s < lengths.key[b]
 
-Both count from 0 in the arrays of the call, whatever its origin is. What the other slots hold, NaN included, reaches no result:
-
-    out 0, lse and max_scores -inf   in rows of queries that do not exist, also with sinks
-    gradients 0                      of their slots; their cotangents are ignored
-
-A backend masks the columns and zeroes the tail of the tiles that straddle a length, because 0 * NaN is NaN, and skips the tiles past
-it.
+What the other slots hold, NaN included, reaches no result: out is 0 and lse and max_scores are -inf in rows of queries
+that do not exist, also with sinks, and gradients of such slots are 0. A backend masks the columns and zeroes the tail
+of the tiles that straddle a length, because 0 * NaN is NaN, and skips the tiles past it.
 """
 
 import jax
@@ -24,17 +20,12 @@ NONE = Lengths(None, None)
 
 
 def token_axis(plan: KernelPlan) -> int:
-    """The axis of tokens of query, key, value, out, lse and max_scores in the plan's layout: 1 for BTNH, 2 for BNTH."""
+    """The axis of tokens in the plan's layout: 1 for BTNH, 2 for BNTH."""
     return 1 if plan.layout == "BTNH" else 2
 
 
 def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
-    """Which tokens of an array in the plan's layout exist: bool [B, tokens, 1, ..] ([B, 1, tokens, ..] for BNTH), which broadcasts to x.
-
-    lengths   int32 [B], of queries or keys
-    plan      of which the layout is read
-    x         [B, tokens, heads, ..] or [B, heads, tokens, ..], of which the shape is read
-    """
+    """Which tokens exist: bool [B, tokens, 1, ..] ([B, 1, tokens, ..] for BNTH), which broadcasts to x."""
     axis = token_axis(plan)
     spread = [1] * x.ndim
     spread[axis] = x.shape[axis]
@@ -42,19 +33,12 @@ def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
 
 
 def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float = 0.0) -> Array:
-    """x in the plan's layout with `other` in the slots of tokens that do not exist; x itself if `lengths` is None.
-
-    x         [B, tokens, heads, ..] or [B, heads, tokens, ..]
-    lengths   int32 [B], of queries or keys: how many tokens of each batch entry exist
-    """
+    """x in the plan's layout with `other` in the slots of tokens that do not exist."""
     return x if lengths is None else jnp.where(exists(lengths, plan, x), x, jnp.asarray(other, x.dtype))
 
 
 def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan) -> Results:
-    """The results with out and rounding 0, lse and max_scores -inf in rows of queries that do not exist.
-
-    lengths   None, or None as its `query`: all queries exist, and the results are returned as they are
-    """
+    """The results with out and rounding 0, lse and max_scores -inf in rows of queries that do not exist."""
     query = None if lengths is None else lengths.query
     if query is None:
         return results

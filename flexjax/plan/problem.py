@@ -1,7 +1,4 @@
-"""The static parameter of the JAX primitives of a call: the plan, the derivative of its score_mod, and the allowed backends.
-
-The operands of a primitive are a flat list of arrays. `Problem.structure` says which field of Operands each array belongs to.
-"""
+"""The static parameter of the JAX primitives of a call: its plan, derivative of score_mod and allowed backends."""
 
 import contextlib
 import dataclasses
@@ -10,74 +7,133 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from flexjax.errors import ModError
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 Array = jax.Array
 
 
+RULE_OF_SUMS = (
+    "`score_mod` reads a captured array through a derivative rule that is not linear in the cotangent, of an "
+    "argument that is not another at each entry of the attention matrix: jax would apply the rule to a sum over "
+    "entries, which is known only when the backward pass ends. Apply the function to the whole array outside the "
+    "mod, where the rule gets the gradient of the array, or hand it the score too."
+)
+NO_TANGENT = (
+    "`score_mod` has a derivative rule that is not linear in the cotangent, so it has no tangent (jvp, linearize, "
+    "jacfwd). Use reverse mode, or write a linear rule with jax.custom_jvp."
+)
+
+
+class After(typing.NamedTuple):
+    """`derivative`, `again` and `refused` of a Problem that is being differentiated."""
+
+    derivative: Program | None
+    again: Program | str | None
+    refused: frozenset[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static parameter that the primitives of autodiff.py carry.
-
-    plan             of the call
-    derivative       score_mod's derivative program (score, d score / d raw score, d score / d each load); None where there is
-                     no score_mod or no derivative of it
-    why_not          why score_mod has no derivative: the message of an error; "" where it has one or there is no score_mod
-    implementation   names of backends in the order in which they are asked once the platform is known; None: the default order
-    structure        jax tree structure of the Operands; it has a leaf for each array of the call
-    call             the user's call in a line, for errors and warnings; two problems that differ in it alone are equal
-    settings         enters the settings of jax under which the call is lowered, where another thread lowers a device's share of
-                     it (parallel/auto_axes.py); not compared either
-    """
+    """The static parameter of the primitives of passes/autodiff.py; their operands are a flat list of arrays."""
 
     plan: KernelPlan
+    # of score_mod: (score, d score / d raw score, d score / d each load); None without
     derivative: Program | None
+    # why score_mod has no derivative: the message of an error
     why_not: str
+    # names of backends in the order in which they are asked; None: the default order
     implementation: tuple[str, ...] | None
+    # jax tree structure of the Operands; it has a leaf for each array of the call
     structure: typing.Any
+    # the derivative with derivative rules in it, for second derivatives; a sentence that says why there are none. Not
+    # compared: passes are compiled for `derivative`, and the text of a rule differs each time that it is traced
+    again: Program | str | None = dataclasses.field(default=None, compare=False)
+    # the derivatives in a call that is being differentiated, where jax differentiates the forward function of
+    # jax.custom_vjp
+    after: "After | None" = dataclasses.field(default=None, compare=False)
+    # numbers of captured arrays of score_mod that have no gradient
+    refused: frozenset[int] = frozenset()
+    # the user's call in a line, for errors and warnings
     call: str = dataclasses.field(default="", compare=False)
+    # the user's line, which an error that says `why_not` ends with
+    place: str = dataclasses.field(default="", compare=False)
+    # enters the settings of jax under which the call is lowered, where another thread lowers a device's share of it
     settings: Callable[[], contextlib.AbstractContextManager] = dataclasses.field(
         default=contextlib.nullcontext, compare=False
     )
 
     def operands(self, flat: Sequence[Array]) -> Operands:
-        """The Operands whose leaves are the arrays of the flat list; the inverse of jax.tree.leaves."""
+        """The inverse of jax.tree.leaves."""
         return jax.tree.unflatten(self.structure, flat)
 
     def arrange(self, flat: Sequence[object]) -> typing.Any:
-        """An Operands tuple with the objects of `flat` in place of the arrays: the n-th object stands where the n-th leaf does.
-
-        `arrange(range(n))` says, for each operand, its index in the flat list; None for an operand that the call lacks.
-        """
+        """The Operands with the n-th object of `flat` in place of the n-th array."""
         return jax.tree.unflatten(self.structure, flat)
 
     def differentiable(self) -> "Problem":
-        """This problem with plan.differentiable set: the xla backend then runs loops of known length, which jax can
-        differentiate in reverse mode. The kernels of GPUs and TPUs refuse such a plan.
-        """
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, differentiable=True))
+        """This problem with plan.differentiable set; the kernels of GPUs and TPUs refuse such a plan."""
+        if isinstance(self.again, str):
+            raise ValueError(
+                f"The second derivative of `score_mod` keeps its derivative rules, which do not fit: {self.again}"
+            )
+        plan = dataclasses.replace(self.plan, differentiable=True)
+        return dataclasses.replace(self, plan=plan, derivative=self.again or self.derivative)
 
     @property
     def residuals(self) -> int:
-        """How many arrays of the forward pass the tangent and backward passes get: 2 (out and lse), or 3 with rounding if the plan has
-        `exact_captures`.
-        """
+        """How many arrays of the forward pass the other passes get: out, lse and, with `exact_captures`, rounding."""
         return 2 + self.plan.exact_captures
 
     def for_captures(self) -> "Problem":
-        """This problem with plan.exact_captures set, for a call whose captured arrays are differentiated; itself if inputs have
-        more than 16 bits.
-        """
+        """This problem with plan.exact_captures set, if inputs have 16 bits."""
         if self.plan.dtype not in ("bfloat16", "float16"):
             return self
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, exact_captures=True))
 
-    def needed_derivative(self) -> Program | None:
-        """score_mod's derivative program for a pass that needs it; None without score_mod.
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of score_mod, which have the same captured arrays."""
+        return tuple(p for p in self._slots if isinstance(p, Program))
 
-        Raises ValueError with `why_not` if there is a score_mod and its derivative is missing.
-        """
+    @property
+    def _slots(self) -> tuple[Program | str | None, ...]:
+        """All that may be in `programs`."""
+        after = self.after or After(None, None, frozenset())
+        return self.plan.score, self.derivative, self.again, after.derivative, after.again
+
+    def with_programs(self, programs: Sequence[Program], plan: KernelPlan, operands: Operands) -> "Problem":
+        """This problem for another plan, in which `programs` take the place of `self.programs`."""
+        rest = iter(programs)
+        score, derivative, again, *then = (next(rest) if isinstance(p, Program) else p for p in self._slots)
+        first = typing.cast(Program | None, then[0])
+        after = None if self.after is None else After(first, then[1], self.after.refused)
+        plan = dataclasses.replace(plan, score=score)
+        structure = jax.tree.structure(operands)
+        return dataclasses.replace(
+            self, plan=plan, derivative=derivative, again=again, after=after, structure=structure
+        )
+
+    def differentiated(self) -> "Problem":
+        """This problem as jax runs it while it is differentiated."""
+        after = self.after
+        if after is None:
+            return self
+        return dataclasses.replace(
+            self, derivative=after.derivative, again=after.again, refused=after.refused, after=None
+        )
+
+    def needed_derivative(self, captures: Sequence[bool] = ()) -> Program | None:
+        """score_mod's derivative program for a pass that needs it; `captures`: by which arrays it differentiates."""
         if self.plan.score is not None and self.derivative is None:
-            raise ValueError(self.why_not)
+            raise ModError(self.why_not + self.place)
+        if any(captures[i] for i in self.refused if i < len(captures)):
+            raise ValueError(RULE_OF_SUMS)
+        return self.derivative
+
+    def linear_derivative(self) -> Program | None:
+        """score_mod's derivative program for forward mode; ValueError if it takes a cotangent."""
+        if self.refused or (self.derivative is not None and self.derivative.takes_cotangent):
+            raise ValueError(NO_TANGENT)
         return self.derivative

@@ -1,17 +1,12 @@
 """Copies a user's function so that arrays that it captured can be indexed by tracers.
 
-numpy arrays. `array[q_idx]` fails where `array` is a numpy array and `q_idx` a tracer. The copy of the function has a View in
-place of each numpy array that the function reaches through its closure, its globals, its defaults, arguments of
-functools.partial, attributes of the object that it is a method of, and tuples, lists, dicts and functions found there. A View
-behaves as numpy in everything that numpy computes (int64 and float64 arithmetic, in-place functions, IndexError) and becomes a
-JAX array where it meets a tracer.
+numpy arrays. `array[q_idx]` fails where `array` is a numpy array and `q_idx` a tracer. The copy of the function has a
+View in place of each numpy array that the function reaches: through its closure, globals, defaults, arguments of
+functools.partial, attributes of its object, and containers and functions found there. A View behaves as numpy in
+everything that numpy computes and becomes a JAX array where it meets a tracer.
 
-Arrays over explicit mesh axes (split arrays). The type of such a JAX array says how mesh axes split it, and JAX refuses to
-index a split dimension by a number. The copy has an unsplit array in its place; a program that loads elements captures the
-original.
-
-A value *reaches* an array if it is one to replace (numpy or split), or if one of the values that it is made of (`parts`)
-reaches one.
+Arrays over explicit mesh axes (split arrays). JAX refuses to index a split dimension by a number. The copy has an
+unsplit array in its place; a program that loads elements captures the original.
 """
 
 import contextlib
@@ -36,67 +31,56 @@ class View(np.ndarray):
     _operand: tuple[bytes, jax.Array] | None = None
 
     def __getitem__(self, index: object) -> Any:
-        """The element or part at an index: a JAX array if the index is a tracer or a tuple with a tracer in it, else as numpy gives it."""
         traced = isinstance(index, Tracer) or (isinstance(index, tuple) and any(isinstance(i, Tracer) for i in index))
         return self.__jax_array__()[index] if traced else super().__getitem__(index)  # type: ignore[index]
 
     def __jax_array__(self) -> jax.Array:
-        """The array as a JAX array; the same object as long as the numbers are the same."""
+        """The same object as long as the numbers are the same."""
         content = self.tobytes()
         if self._operand is None or self._operand[0] != content:
             self._operand = (content, as_operand(self.view(np.ndarray)))
         return self._operand[1]
 
     def __array_wrap__(self, array: np.ndarray, context: object = None, return_scalar: bool = False) -> Any:
-        """Wraps the result `array` of a numpy function (numpy calls this, with a `context` that is not used): a View, or a
-        numpy scalar where numpy asks for one (`return_scalar`).
-        """
+        """numpy calls this for results: a View, or a numpy scalar where numpy asks for one."""
         return array[()] if return_scalar else np.asarray(array).view(View)
 
 
 @contextlib.contextmanager
 def eager_without_mesh() -> Iterator[None]:
-    """Runs the body eagerly, as if no transformation and no mesh were around it.
-
-    A function jitted in the body is compiled as a whole and run at once, also under jax.disable_jit. Under
-    jax.ensure_compile_time_eval, each operation would be compiled and run alone, and inside shard_map an array would be made for
-    the manual mesh. A jax.transfer_guard of the user does not hold in the body, because what it makes are constants, as those
-    that JAX makes for a jitted program.
-    """
+    """Runs the body eagerly, as if no transformation and no mesh were around it."""
     with (
+        # under jax.ensure_compile_time_eval each operation would be compiled and run alone
         eval_context(),
         jax.disable_jit(False),
+        # what the body makes are constants, as those that JAX makes for a jitted program
         jax.transfer_guard("allow"),
+        # inside shard_map an array would be made for the manual mesh
         jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
     ):
         yield
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError for an array of integers with a number that the
-    integer type which JAX gives it cannot hold.
-
-    Without x64, float64 is rounded to float32 and complex128 to complex64.
-    """
+    """Copies a numpy array to a JAX array; ModError for integers that the JAX dtype does not hold."""
     with eager_without_mesh():
         made = as_array(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
         info, low, high = jnp.iinfo(made.dtype), int(array.min()), int(array.max())
         if low < info.min or high > info.max:
             raise ModError(
-                f"it reads a captured numpy array of {array.dtype} with numbers from {low} to {high}, which {made.dtype} does not "
-                "hold; number ids anew, as np.unique(ids, return_inverse=True)[1] does, the same in all arrays that are compared, "
-                "subtract the least number, or turn on jax_enable_x64."
+                f"it reads a captured numpy array of {array.dtype} with numbers from {low} to {high}, which "
+                f"{made.dtype} does not "
+                "hold; number ids anew, as np.unique(ids, return_inverse=True)[1] does, the same in all arrays that "
+                "are compared, subtract the least number, or turn on jax_enable_x64."
             )
     return made
 
 
 def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
-    """Copies the function `mod` with a View in place of each numpy array that it reaches, and an unsplit array in place of each
-    split JAX array.
+    """Copies the function with Views for the numpy arrays that it reaches, and unsplit arrays for split ones.
 
-    Returns (copy, {id of unsplit array: the split array that it replaces}). The function itself is returned if it reaches no
-    array.
+    Returns (copy, {id of unsplit array: the split array that it replaces}); the function itself if it reaches no array.
     """
     if not reaches_array(mod, set()):
         return mod, {}
@@ -110,20 +94,16 @@ def is_array(value: object) -> bool:
 
 
 def is_split(value: object) -> bool:
-    """Whether the value is a JAX array whose type says that explicit mesh axes split it."""
+    """Whether the value is a JAX array that explicit mesh axes split."""
     return isinstance(value, jax.Array) and any(part is not None for part in jax.typeof(value).sharding.spec)
 
 
 def is_replaced(value: object) -> bool:
-    """Whether the value is an array that the copy of a function replaces: a numpy array or a split array."""
     return is_array(value) or is_split(value)
 
 
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether the value is, or is made of values (`parts`) that reach, a numpy array or a JAX array split over explicit mesh axes.
-
-    seen   ids of the values visited so far, which are not visited again; the ids of this search are added
-    """
+    """Whether the value, or a part of it, is an array to replace; ids in `seen` are not visited again."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -131,12 +111,7 @@ def reaches_array(value: object, seen: set[int]) -> bool:
 
 
 def parts(value: object) -> Iterator[object]:
-    """Yields the values that a function, container or callable object is made of and that a copy can replace.
-
-    Those of a partial are its function and arguments; of a method its function and its object's attributes; of a
-    function the contents of its closure, its defaults and `names_used`; of a tuple, list or dict (no subclass) its
-    items or values; of a plain callable object its `__call__` and attributes. Any other value has none.
-    """
+    """Yields the values that a function, a container (no subclass) or a callable object is made of."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -155,7 +130,6 @@ def parts(value: object) -> Iterator[object]:
 
 
 def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
-    """Yields the contents of those cells of a closure that have contents."""
     for cell in cells:
         try:
             yield cell.cell_contents
@@ -164,11 +138,7 @@ def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """The attributes of an object of a class written in Python, and the numpy arrays among the attributes of its class,
-    by name.
-
-    An attribute of the object hides one of its class. {} for classes and for objects without a `__dict__`.
-    """
+    """The attributes of an object of a class written in Python and the numpy arrays of its class, by name; else {}."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     of_class = {n: v for c in reversed(type(value).__mro__) for n, v in vars(c).items() if is_array(v)}
@@ -186,8 +156,9 @@ def is_plain_callable(value: object) -> bool:
 
 
 def names_used(function: types.FunctionType) -> dict[str, object]:
-    """The globals that the function's code, or a function defined in it, uses and that may reach arrays, by name:
-    arrays that are replaced, tuples, lists and dicts, and functions of the same file.
+    """The globals that the function, or one defined in it, uses and that may reach arrays.
+
+    They are arrays to replace, tuples, lists, dicts, and functions of the same file.
     """
     found: dict[str, object] = {}
     codes = [function.__code__]
@@ -203,25 +174,17 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
 
 
 class Lift:
-    """Makes one copy of a function and of everything that it reaches arrays through. An array, function, list, dict or object that is met
-    twice is copied once; tuples, partials and methods are made anew.
-
-    split   the split arrays, by the id of the unsplit array that replaces each
-    """
+    """Makes one copy of a function and of everything through which it reaches arrays; shared values are copied once."""
 
     def __init__(self) -> None:
-        """Starts without copies."""
         self._copies: dict[int, object] = {}
         self._scopes: dict[int, dict[str, object]] = {}
         self._alive: list[object] = []
+        # split arrays, by the id of the unsplit array that replaces each
         self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
-        """The copy of any value, or the value itself if it reaches no array that has to be replaced.
-
-        A numpy array becomes a View of the same memory; a split array an unsplit one. Copies of functions, lists and
-        dicts are recorded before their contents are copied, so that a value may contain itself.
-        """
+        """The copy of any value, or the value itself if it reaches no array that has to be replaced."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
@@ -232,7 +195,11 @@ class Lift:
             return value
         if isinstance(value, functools.partial):
             keywords = {k: self.value(v) for k, v in value.keywords.items()}
-            return functools.partial(self.value(value.func), *map(self.value, value.args), **keywords)  # type: ignore[arg-type]
+            return functools.partial(
+                self.value(value.func),  # type: ignore[arg-type]
+                *map(self.value, value.args),
+                **keywords,
+            )
         if isinstance(value, types.MethodType):
             return types.MethodType(self.value(value.__func__), self._object(value.__self__))  # type: ignore[arg-type]
         if isinstance(value, types.FunctionType):
@@ -240,6 +207,7 @@ class Lift:
         if isinstance(value, tuple):
             return tuple(map(self.value, value))
         if isinstance(value, list):
+            # recorded before it is filled, because a value may contain itself
             fresh = self._keep(value, [])
             fresh.extend(map(self.value, value))
             return fresh
@@ -250,30 +218,27 @@ class Lift:
         return self._callable_object(value)
 
     def _unsplit(self, value: jax.Array) -> jax.Array:
-        """Copies a split array to one that mesh axes do not split; records the original in `split`."""
         where = jax.sharding.NamedSharding(jax.typeof(value).sharding.mesh, jax.sharding.PartitionSpec())
         whole = self._keep(value, jax.sharding.reshard(value, where))
         self.split[id(whole)] = value
         return whole
 
     def _keep(self, old: object, fresh: object) -> Any:
-        """Records `fresh` as the copy of `old` and returns `fresh`; keeps `old` alive, because copies are found by its id."""
         self._copies[id(old)] = fresh
+        # copies are found by the id of `old`
         self._alive.append(old)
         return fresh
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """Copies a Python function, with copies of what its closure, its defaults and the globals that it uses contain.
-
-        The copy shares the original's globals if none of those that the function uses reaches an array; otherwise it
-        gets the one copy of these globals that all such functions of a file share. Variables of its closure without a
-        value stay without.
+        """Copies a Python function, with copies of the contents of its closure, its defaults and the globals that it
+        uses.
         """
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
         lifted_names = any(reaches_array(v, set()) for v in names.values())
         scope = function.__globals__
         if lifted_names:
+            # one copy of the globals for all functions of a file
             scope = self._scopes.setdefault(id(scope), dict(scope))
         fresh = types.FunctionType(function.__code__, scope, function.__name__, None, cells)
         self._keep(function, fresh)
@@ -290,9 +255,7 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """Makes a shallow copy of an object with the arrays that its attributes reach replaced; returns the object
-        itself if they reach none.
-        """
+        """A shallow copy of an object with its arrays replaced; the object itself if its attributes reach none."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         held = attributes(value)
@@ -303,11 +266,7 @@ class Lift:
         return fresh
 
     def _callable_object(self, value: object) -> object:
-        """Returns the object with its arrays replaced: a copy, or the object itself if its attributes reach none.
-
-        If the `__call__` of its class reaches arrays, returns the copy of that function bound to the object that would
-        be returned.
-        """
+        """The object with its arrays replaced; a bound copy of its `__call__` if that reaches arrays."""
         fresh = self._object(value)
         call = type(value).__call__
         lifted = self.value(call)

@@ -1,50 +1,53 @@
 """Lowering rules of primitives that are not elementwise, by the name of the primitive.
 
-A rule has the arguments (translation, equation, operands) and returns the values of the equation's results (values.py), or None where the
-equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects, short loops are unrolled. A docstring
-"The rule of `pad`" stands for: translates an equation of the primitive pad. Rules of array operations turn their operands into arrays of
-atoms (`as_atoms`), which raises ModError for more than MAX_ELEMENTS elements, and return arrays of atoms; with a lazy operand, a
-primitive of lazy_rules.LAZY_RULES has its rule from there.
+A rule (translation.py) unrolls small arrays into atoms. Reductions of larger arrays become loops (rolled.py), branches
+become selects, short loops are unrolled. A rule that needs atoms of a captured or lazy array of more than MAX_ELEMENTS
+elements raises ModError (`as_atoms`). For a lazy operand, lazy_rules.LAZY_RULES comes first.
 """
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.errors import ModError
 from flexjax.ir.builder import literal
 from flexjax.ir.program import Atom
 from flexjax.trace.indexing import INDEXING_RULES
+from flexjax.trace.lazy_rules import LAZY_RULES
 from flexjax.trace.lower_special import SPECIAL_RULES
+from flexjax.trace.random_keys import KEY_RULES
+from flexjax.trace.rolled import Unit, cumulative, dot, place_of_best, reduced, rolls
 from flexjax.trace.translation import Equation, Params, Rule, Translation
-from flexjax.trace.values import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
+from flexjax.trace.values import (
+    MAX_UNROLL,
+    ROLL,
+    Value,
+    as_object,
+    choose,
+    is_atoms,
+    is_known,
+    map_elements,
+)
 
 # ------------------------------------------------------------------- shapes of small arrays
 
 
 def _structural(change: Callable[[np.ndarray, Params], np.ndarray]) -> Rule:
-    """Makes the rule of a primitive that rearranges elements of its one operand.
-
-    change   from (array of atoms, parameters of the equation) to the rearranged array of atoms
-    """
+    """The rule of a primitive that rearranges elements of its one operand: `change(atoms, parameters)`."""
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: `change` of the operand's atoms."""
         return [change(self.as_atoms(args[0]), eqn.params)]
 
     return rule
 
 
-def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `broadcast_in_dim` for an array of atoms: dimensions of length 1 are repeated, and new ones are put in. Raises ModError
-    for a result of more than MAX_ELEMENTS elements.
-    """
+def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> Sequence[Value] | None:
+    """Repeats dimensions of length 1 and puts in new ones; lazy if the result has more than ROLL elements."""
     atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
-    if math.prod(shape) > MAX_ELEMENTS:
-        raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
+    if math.prod(shape) > ROLL:
+        return LAZY_RULES["broadcast_in_dim"](self, eqn, [atoms])
     spread = np.ones(len(shape), int)
     for axis, dim in enumerate(eqn.params["broadcast_dimensions"]):
         spread[dim] = atoms.shape[axis]
@@ -52,35 +55,30 @@ def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> li
 
 
 def _slice(atoms: np.ndarray, params: Params) -> np.ndarray:
-    """The slice of an array of atoms that `params`, the parameters of a `slice` equation, describe."""
     strides = params["strides"] or (1,) * atoms.ndim
     places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return atoms[tuple(slice(*p) for p in places)]
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `concatenate` for arrays of atoms."""
     return [np.concatenate([self.as_atoms(a) for a in args], axis=eqn.params["dimension"])]
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `split` for an array of atoms."""
     cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
     return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
 
 
 def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `stack` for arrays of atoms."""
     return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
 
 
 def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `unstack`: the parts of an array of atoms along one axis, each without that axis."""
     return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
 
 
 def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `iota`, which has no operands: an array of literals of the equation's shape that count from 0 along one dimension."""
+    """An array of literals that count from 0 along one dimension."""
     aval = eqn.outvars[0].aval
     out = np.empty(aval.shape, object)
     for place in np.ndindex(*aval.shape):
@@ -89,13 +87,7 @@ def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarra
 
 
 def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
-    """The rule of `pad`: the elements of the operand with low, high and interior padding, as an array of atoms; None (a Call) for
-    negative padding, which cuts the array.
-
-    args   the operand, and the scalar that fills the padding
-
-    Raises ModError for a captured or lazy operand that is too large to unroll.
-    """
+    """Low, high and interior padding; None (a Call) for negative padding, which cuts the array."""
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -113,17 +105,23 @@ def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray
 # ------------------------------------------------------------------- reductions of small arrays
 
 
-def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
-    """Makes the rule of a reduction of a small array along axes, such as `reduce_sum`.
+def _least(dtype: np.dtype) -> float:
+    return -math.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
-    prim   the operation of a program that combines two elements, such as "add"
-    unit   from the dtype of the result to the number that is the result of no elements
-    """
 
-    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: combines the elements along the axes one after the other, in their order; no elements give `unit`."""
-        atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
-        dtype = eqn.outvars[0].aval.dtype
+def _greatest(dtype: np.dtype) -> float:
+    return math.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+def _reduction(prim: str, unit: Unit) -> Rule:
+    """The rule of a reduction such as `reduce_sum`, by the operation `prim`; no elements give `unit(dtype)`."""
+
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+        axes, aval = tuple(eqn.params["axes"]), eqn.outvars[0].aval
+        dtype, array = aval.dtype, args[0]
+        if rolls(array):
+            return [reduced(self, prim, array, axes, unit, aval)]
+        atoms = self.as_atoms(array)
         moved = np.moveaxis(atoms, axes, range(len(axes)))
         rows = moved.reshape(-1, *moved.shape[len(axes) :])
         if not len(rows):
@@ -138,16 +136,13 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
 
 
 def _arg_reduction(prim: str) -> Rule:
-    """Makes the rule of argmax (prim "gt") or argmin ("lt") of a small array along one axis: the index of the first of equal
-    elements, and of the first NaN if there is one.
-    """
+    """The rule of argmax (prim "gt") or argmin ("lt"): the index of the first best element, or the first NaN."""
 
-    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: keeps the best element so far and its index by selects, so that the first of equal elements wins. The operand has an
-        element along the axis.
-        """
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
         (axis,) = eqn.params["axes"]
         dtype = eqn.params["index_dtype"]
+        if rolls(args[0]):
+            return [place_of_best(self, "max" if prim == "gt" else "min", args[0], axis, eqn.outvars[0].aval)]
         rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)
         out = np.empty(rows.shape[1:], object)
         for place in np.ndindex(*rows.shape[1:]):
@@ -164,26 +159,21 @@ def _arg_reduction(prim: str) -> Rule:
 
 
 def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
-    """A bool atom: whether `candidate` replaces the best element so far, by the comparison `prim` ("gt" or "lt").
-
-    A NaN replaces any number and is never replaced.
-    """
+    """A bool atom: whether `candidate` replaces `best` by the comparison `prim` ("gt" or "lt")."""
     truth = lambda prim, *operands: self.builder.op(prim, operands, "bool")
     better = truth(prim, candidate, best)
     if not jnp.issubdtype(jnp.dtype(best.dtype), jnp.floating):
         return better
+    # a NaN replaces any number and is never replaced
     return truth("or", better, truth("and", truth("ne", candidate, candidate), truth("eq", best, best)))
 
 
-def _cumulative(prim: str) -> Rule:
-    """Makes the rule of a cumulative operation (cumsum and the like) of a small array along one axis, which runs from the end
-    if the equation says `reverse`.
+def _cumulative(prim: str, unit: Unit) -> Rule:
+    """The rule of cumsum and the like, by the operation `prim` with which `unit(dtype)` changes nothing."""
 
-    prim   the operation of a program that combines two elements, such as "add"
-    """
-
-    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: combines each element with the result before it, from the end if the equation says `reverse`."""
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+        if rolls(args[0]):
+            return [cumulative(self, prim, args[0], eqn.params["axis"], eqn.params["reverse"], unit)]
         atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
         dtype = eqn.outvars[0].aval.dtype
         order = range(1, len(atoms)) if not eqn.params["reverse"] else range(len(atoms) - 2, -1, -1)
@@ -196,12 +186,10 @@ def _cumulative(prim: str) -> Rule:
     return rule
 
 
-def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result, which has the batch
-    dimensions first, then the free dimensions of the first and of the second operand.
-
-    Atoms are converted to the dtype of the result before they are multiplied; a sum of no products is 0.
-    """
+def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """A sum of products for each element; dims: batch, free dims of the first operand, of the second."""
+    if any(map(rolls, args)) or (any(map(is_known, args)) and max(a.size for a in args) > ROLL):
+        return [dot(self, eqn, args)]
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     a, b = (self.as_atoms(x) for x in args)
     dtype = eqn.outvars[0].aval.dtype
@@ -216,6 +204,7 @@ def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np
         total: Atom | None = None
         for inner in np.ndindex(*a.shape[a.ndim - nc :]):
             pair: tuple[Atom, ...] = (a.item(*head, *left, *inner), b.item(*head, *right, *inner))
+            # converted to the dtype of the result before the product
             product = self.builder.op("mul", tuple(self.builder.convert(x, dtype) for x in pair), dtype)
             total = product if total is None else self.builder.op("add", (total, product), dtype)
         out[place] = literal(0, dtype) if total is None else total
@@ -226,11 +215,9 @@ def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np
 
 
 def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects.
+    """Computes every branch and picks the results by selects, because branches have no effects.
 
-    args   the index of the branch (an integer, or a bool: False takes branch 0), then the inputs of all branches
-
-    An index below 0 takes the first branch, one past the last branch the last.
+    The first operand is the branch's index: an integer that is clamped to the branches, or a bool, False for branch 0.
     """
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
@@ -250,30 +237,26 @@ def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     for var, *column in zip(eqn.outvars, *results, strict=True):
         chosen = column[0]
         for i in range(1, len(branches)):
-            make = lambda new, old, here=from_here[i - 1]: self.builder.select(here, new, old)
+            make = lambda new, old, here=from_here[i - 1]: choose(self.builder, here, new, old)
             chosen = self.map_values(make, [column[i], chosen], var.aval.shape, var.aval.dtype)
         outs.append(chosen)
     return outs
 
 
 def _scan_counts(params: Params) -> tuple[int, int]:
-    """(how many operands of a `scan` are constants, how many are carried), from the parameters `params` of the equation.
-
-    jax 0.11 has trees in the parameters where 0.10 had numbers.
-    """
+    """(operands of a `scan` that are constants, operands that are carried)."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
+    # jax 0.11 has trees in the parameters where 0.10 had numbers
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
-    """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
+    """Unrolls a loop of at most MAX_UNROLL iterations. Operands: constants, carry, the arrays whose rows iterations
+    take.
 
-    args   the constants of the body, the carry, and the arrays whose rows the iterations take, in this order (`_scan_counts`)
-
-    With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a Call) for a longer
-    loop, and for a loop without iterations that has stacked results.
+    None (a Call) for a longer loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -289,6 +272,7 @@ def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | 
         carry = outs[:n_carry]
         for kept, out in zip(rows, outs[n_carry:], strict=True):
             kept.append(self.as_atoms(out))
+    # stacked results have the order of the inputs, also with `reverse`
     stacked = [np.stack(kept[::-1] if p["reverse"] else kept) for kept in rows] if p["length"] else None
     if stacked is None:
         return None if rows else list(carry)
@@ -296,33 +280,30 @@ def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | 
 
 
 def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `one_minus_square`, which newer jax uses in the derivative of tanh, for an array of atoms: (1 - x) *
-    (x + 1).
-    """
+    """The rule of `one_minus_square`, which newer jax uses in the derivative of tanh: (1 - x) * (x + 1)."""
     out = eqn.outvars[0].aval
     one = literal(1, out.dtype)
 
     def make(x: Atom) -> Atom:
-        """The atom (1 - x) * (x + 1)."""
         less = self.builder.op("sub", (one, x), out.dtype)
         return self.builder.op("mul", (less, self.builder.op("add", (x, one), out.dtype)), out.dtype)
 
-    return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
+    return [self.map_values(make, args, out.shape, out.dtype)]
 
 
 def _log2(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `log2`, a primitive of newer jax, for an array of atoms: log(x) * (1 / log(2)), as jax itself compiles it."""
+    """The rule of `log2`, a primitive of newer jax: log(x) * (1 / log(2)), as jax itself compiles it."""
     out = eqn.outvars[0].aval
     factor = literal(1 / math.log(2), out.dtype)
     make = lambda x: self.builder.op("mul", (self.builder.op("log", (x,), out.dtype), factor), out.dtype)
-    return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
+    return [self.map_values(make, args, out.shape, out.dtype)]
 
 
 RULES: dict[str, Rule] = {
     "log2": _log2,
     "one_minus_square": _one_minus_square,
     "broadcast_in_dim": _broadcast_in_dim,
-    "reshape": _structural(lambda a, p: a.reshape(p["new_sizes"])),
+    "reshape": _structural(lambda a, p: a.transpose(p.get("dimensions") or range(a.ndim)).reshape(p["new_sizes"])),
     "squeeze": _structural(lambda a, p: as_object(np.squeeze(a, axis=tuple(p["dimensions"])))),
     "expand_dims": _structural(lambda a, p: np.expand_dims(a, tuple(p["dimensions"]))),
     "transpose": _structural(lambda a, p: a.transpose(p["permutation"])),
@@ -336,21 +317,21 @@ RULES: dict[str, Rule] = {
     "pad": _pad,
     "reduce_sum": _reduction("add", lambda d: 0),
     "reduce_prod": _reduction("mul", lambda d: 1),
-    "reduce_max": _reduction("max", lambda d: -math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).min),
-    "reduce_min": _reduction("min", lambda d: math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).max),
+    "reduce_max": _reduction("max", _least),
+    "reduce_min": _reduction("min", _greatest),
     "reduce_and": _reduction("and", lambda d: (~np.zeros((), d)).item()),
     "reduce_or": _reduction("or", lambda d: False),
     "reduce_xor": _reduction("xor", lambda d: False),
     "argmax": _arg_reduction("gt"),
     "argmin": _arg_reduction("lt"),
-    "cumsum": _cumulative("add"),
-    "cumprod": _cumulative("mul"),
-    "cummax": _cumulative("max"),
-    "cummin": _cumulative("min"),
+    "cumsum": _cumulative("add", lambda d: 0),
+    "cumprod": _cumulative("mul", lambda d: 1),
+    "cummax": _cumulative("max", _least),
+    "cummin": _cumulative("min", _greatest),
     "dot_general": _dot_general,
     **INDEXING_RULES,
     **SPECIAL_RULES,
+    **KEY_RULES,
     "cond": _cond,
     "scan": _scan,
 }
-"""The rule of each primitive by its name."""

@@ -1,10 +1,7 @@
-"""Lowering rules of primitives that take several operations of the program for each element: bitcasts, cumlogsumexp.
-
-A rule has the arguments (translation, equation, operands) and returns the values of the equation's results, or None where the
-equation must stay whole; see lower_rules.py.
-"""
+"""Lowering rules of primitives that take several operations of the program for each element: bitcasts, cumlogsumexp."""
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +17,7 @@ from flexjax.trace.values import Value, as_object, map_elements, scalar
 
 
 def bits_of(dtype: DTypeLike) -> int | None:
-    """The number of bits of a number of the dtype; None for dtypes whose bits shifts cannot separate (bool, complex)."""
+    """The bits of a number of the dtype; None for dtypes whose bits shifts cannot separate (bool, complex)."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
         return int(jnp.iinfo(kind).bits)
@@ -28,34 +25,32 @@ def bits_of(dtype: DTypeLike) -> int | None:
 
 
 def _reinterpreted(builder: Builder, atom: Atom, dtype: DTypeLike) -> Atom:
-    """An atom with the bits of `atom` as a number of another dtype of the same width."""
     name = jnp.dtype(dtype).name
     return atom if atom.dtype == name else builder.op("bitcast_convert_type", (atom,), name, new_dtype=name)
 
 
-def _bitcast(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
+def _bitcast(self: Translation, eqn: Equation, args: list[Value]) -> Sequence[Value] | None:
     """The rule of `bitcast_convert_type`; None (a Call) for bool and complex numbers to another width.
 
-    Between types of different widths the parts of a number are separated and joined by shifts; the last dimension counts the
-    parts, the least significant first.
+    Shifts separate and join the parts of numbers of different widths. The last dimension counts the parts, the least
+    significant first.
     """
-    atoms, out = self.as_atoms(args[0]), eqn.outvars[0].aval
+    out = eqn.outvars[0].aval
     old, new = bits_of(eqn.invars[0].aval.dtype), bits_of(out.dtype)
     builder = self.builder
     if old == new:
-        return [map_elements(lambda x: _reinterpreted(builder, x, out.dtype), [atoms], out.shape)]
+        return [self.map_values(lambda x: _reinterpreted(builder, x, out.dtype), args, out.shape, out.dtype)]
+    atoms = self.as_atoms(args[0])
     if old is None or new is None:
         return None
     small, large = (f"uint{min(old, new)}", f"uint{max(old, new)}")
 
     def part(atom: Atom, place: int) -> Atom:
-        """Part number `place` (0 has the least significant bits) of an atom of the wider type, as an atom of the result's type."""
         whole = _reinterpreted(builder, atom, large)
         moved = builder.op("shift_right_logical", (whole, literal(place * new, large)), large)
         return _reinterpreted(builder, builder.convert(moved, small), out.dtype)
 
     def joined(*parts: Atom) -> Atom:
-        """The atom of the wider type whose parts these atoms are, the least significant first."""
         total: Atom = literal(0, large)
         for place, atom in enumerate(parts):
             widened = builder.convert(_reinterpreted(builder, atom, small), large)
@@ -73,11 +68,7 @@ def _bitcast(self: Translation, eqn: Equation, args: list[Value]) -> list[np.nda
 
 
 def _cumlogsumexp(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `cumlogsumexp` along one axis: jnp.logaddexp of each element and the result before it, with its
-    derivative rule.
-
-    It runs from the end if the equation says `reverse`.
-    """
+    """jnp.logaddexp of each element and the result before it, with its derivative rule."""
     atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
     kind = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)
     add = jax.make_jaxpr(jnp.logaddexp)(kind, kind)

@@ -1,10 +1,9 @@
 """Traces a user's function to a program and the arrays that the function captured.
 
-The function is called on scalar tracers, once unless it raises TypeError. The arrays that it captured (JAX arrays, tracers of an outer
-transformation, numpy arrays) become operands; everything else becomes a `Program` (ir/program.py). A function that cannot be used raises
-ModError with the reason in a sentence.
+The function is called on scalar tracers, once unless it raises TypeError. The arrays that it captured (JAX arrays,
+tracers of an outer transformation, numpy arrays) become operands; everything else becomes a `Program` (ir/program.py).
 
-The file's terms: a *custom function* is one with a derivative rule of its own (jax.custom_jvp, jax.custom_vjp). The *derivative program*
+A *custom function* is one with a derivative rule of its own (jax.custom_jvp, jax.custom_vjp). The *derivative program*
 of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
 """
 
@@ -12,8 +11,9 @@ import dataclasses
 import functools
 import inspect
 import re
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,22 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from flexjax.errors import ModError, add_note_once, kind_of, with_article
+from flexjax.errors import ModError, add_note_once, kind_of, shows_all_frames, with_article
 from flexjax.ir.builder import Builder
-from flexjax.ir.program import Atom, Program
+from flexjax.ir.program import SCORE, Atom, Lit, Program
 from flexjax.ir.rewrite import select_captures
 from flexjax.ir.verify import check
-from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, other_kind, without_types
-from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
+from flexjax.mod_tools.made_for import Reach
+from flexjax.mod_tools.picklable import Mod
+from flexjax.mod_tools.settings import users_settings
+from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, misplaced, other_kind, without_types
+from flexjax.trace.bare_reads import warn_of_short_arrays
+from flexjax.trace.callbacks import callbacks_run, called_back, first_callback
+from flexjax.trace.derivative import Derivatives, custom_calls, derivatives_of, inline_custom
 from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
+from flexjax.trace.statement import advice, failed_at, traceback_of, where, where_made
+from flexjax.trace.translation import Equation, Scope
 from flexjax.trace.values import scalar
 
 Sizes = tuple[int, int, int, int]
@@ -38,98 +45,128 @@ Sizes = tuple[int, int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class TracedMod:
-    """The result of tracing a user's function.
-
-    program      what the function computes
-    arrays       the captured arrays, in the order of `program.captures`
-    derivative   of a score_mod: the derivative program, on the same arrays; None where it has none
-    why_not      of a score_mod without a derivative: why, as a sentence
-    """
+    """A traced score_mod or mask_mod; all fields but two are those of a score_mod (`Derivatives`)."""
 
     program: Program
+    # in the order of `program.captures`
     arrays: tuple[jax.Array, ...]
     derivative: Program | None = None
+    # the sentence that says why there is no derivative
     why_not: str = ""
+    again: Program | str | None = None
+    refused: frozenset[int] = frozenset()
+    after: "TracedMod | None" = None
+    # what an error that says `why_not` ends with
+    place: str = ""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that there are, in the order of the fields; all have the same captured arrays."""
+        after = () if self.after is None else self.after.programs
+        return (*(p for p in (self.program, self.derivative, self.again) if isinstance(p, Program)), *after)
+
+    def with_programs(self, programs: Sequence[Program], arrays: tuple[jax.Array, ...]) -> "TracedMod":
+        program, *rest = programs
+        derivative = rest.pop(0) if self.derivative is not None else None
+        again = rest.pop(0) if isinstance(self.again, Program) else self.again
+        after = None if self.after is None else self.after.with_programs(rest, arrays)
+        return dataclasses.replace(
+            self, program=program, derivative=derivative, again=again, after=after, arrays=arrays
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether a score_mod and all its derivatives are those of the score itself."""
+        made, score = self.derivative, self.program.inputs[SCORE]
+        if self.program.results[0] != score or made is None or self.again is not None or self.refused:
+            return False
+        slope, *slopes = (r.value if isinstance(r, Lit) else None for r in made.results[1:])
+        return slope == 1 and all(s == 0 for s in slopes)
 
 
-def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float32") -> TracedMod:
+def trace_score_mod(
+    score_mod: Callable, sizes: Sizes, score_dtype: str = "float32", reach: Reach | None = None
+) -> TracedMod:
     """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score` to its program and its derivative program.
 
-    sizes         (batch, heads, q_len, kv_len), which bound the indices
-    score_dtype   dtype name of the score that the function gets and of the result of the program
+    score_dtype   of the score that the function gets and of the result of the program
+    reach         how far the indices certainly count, for a warning of arrays that are too short (bare_reads.py)
 
-    A score_mod without a derivative, such as one whose custom function takes a whole array, is no error: `why_not` says
-    why. Raises ModError if the function cannot be called, traced or translated, or returns anything but one floating
-    scalar.
+    A score_mod without a derivative is no error: `why_not` says why. Raises ModError if the function cannot be called,
+    traced or translated, or returns anything but one floating scalar.
     """
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
+    if reach is not None:
+        warn_of_short_arrays("score_mod", traced.closed, SCORE_ARGUMENTS, reach)
     out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ModError(
+        raise _of_result(
             f"`score_mod` returned {with_article(out.dtype.name)}; expected a floating scalar, the new score. "
-            "To switch positions off, return -inf or use `mask_mod`."
+            "To switch positions off, return -inf or use `mask_mod`.",
+            traced,
         )
     source, arrays = _lowered("score_mod", traced, sizes, score_dtype, keep_custom=True)
     if any(isinstance(a, int) for call in custom_calls(source) for a in call.arguments):
         program, arrays = _lowered("score_mod", traced, sizes, score_dtype)
-        return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE)
+        return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE, place=where_made(score_mod))
     program, extra = inline_custom(source, sizes)
-    derivative, more, why_not = _derivative(source, sizes)
-    if derivative is not None:
-        extra = more
-        program = dataclasses.replace(program, captures=derivative.captures)
-    return TracedMod(program, (*arrays, *extra), derivative, why_not)
+    made = _derivatives(source, sizes)
+    if isinstance(made, str):
+        return TracedMod(program, (*arrays, *extra), None, made, place=where_made(score_mod))
+    program = dataclasses.replace(program, captures=made.program.captures)
+    arrays, after = (*arrays, *made.arrays), None
+    if made.after is not None:
+        then = made.after
+        after = TracedMod(program, arrays, then.program, "", then.again, then.refused)
+    return TracedMod(program, arrays, made.program, "", made.again, made.refused, after)
 
 
-def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program, without a derivative.
-
-    sizes   (batch, heads, q_len, kv_len), which bound the indices
-
-    Raises ModError if the function cannot be called, traced or translated, or returns anything but one bool scalar.
-    """
+def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None) -> TracedMod:
+    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program. Raises ModError as trace_score_mod does."""
     traced = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
+    if reach is not None:
+        warn_of_short_arrays("mask_mod", traced.closed, MASK_ARGUMENTS, reach)
     out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
-        raise ModError(
-            f"`mask_mod` returned {with_article(out.dtype.name)}; expected a bool scalar, True where the query may look at the key. "
-            "Compare explicitly, for example `value != 0`."
+        todo = "Compare explicitly, for example `value != 0`."
+        if jnp.issubdtype(out.dtype, jnp.floating):
+            todo = (
+                "Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in "
+                "score_mod."
+            )
+        raise _of_result(
+            f"`mask_mod` returned {with_article(out.dtype.name)}; expected a bool scalar, True where the query may "
+            "look at the key. " + todo,
+            traced,
         )
     return TracedMod(*_lowered("mask_mod", traced, sizes))
 
 
 def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `function(b, h, q_idx, kv_idx) -> number`, such as the dropout factor of a probability, to its program, without a
-    derivative. The result keeps the dtype that the function gives it.
-
-    name    how errors call the function
-    sizes   (batch, heads, q_len, kv_len), which bound the indices
-
-    Raises ModError if the function cannot be called, traced or translated, or does not return one scalar.
-    """
+    """Traces `function(b, h, q_idx, kv_idx) -> number` without a derivative; `name` is how errors call it."""
     return TracedMod(*_lowered(name, _trace(name, function, MASK_ARGUMENTS), sizes))
 
 
 WHOLE_ARRAY_IN_RULE = (
-    "`score_mod` hands a whole captured array to a function with a derivative rule of its own, which cannot be differentiated "
-    "here; hand it the element, `function(score, array[q_idx])`."
+    "`score_mod` hands a whole captured array to a function with a derivative rule of its own, which cannot be "
+    "differentiated here; hand it the element, `function(score, array[q_idx])`."
 )
 
 
 class Traced(typing.NamedTuple):
-    """The result of calling a mod on tracers.
+    """What calling a mod on tracers gives."""
 
-    closed   its jaxpr on scalars, with the values of its constants, the captured arrays
-    split    the original arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
-    """
-
+    # on scalars; its constants are the captured arrays
     closed: jex_core.ClosedJaxpr
+    # arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
     split: dict[int, jax.Array]
+    # the user's function
+    mod: Callable
 
 
 VALUE_IN_RULE = (
-    "`score_mod` cannot be differentiated: the derivative rule of a function in it closes over a value that the mod computes or "
-    "is given; hand it over as an argument of that function."
+    "`score_mod` cannot be differentiated: the derivative rule of a function in it closes over a value that the mod "
+    "computes or is given; hand it over as an argument of that function."
 )
 
 
@@ -140,17 +177,12 @@ def _lowered(
     score_dtype: str | None = None,
     keep_custom: bool = False,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Translates the jaxpr of a mod to a program; returns the program and the captured arrays that it reads, in its
-    order.
+    """Translates the jaxpr of a mod; returns its program and the captured arrays that it reads, in the program's order.
 
-    name          the user's argument, for errors
-    traced        the jaxpr
-    sizes         (batch, heads, q_len, kv_len)
-    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the
-                  result; else None
-    keep_custom   whether custom functions stay whole, as Calls; they are inlined otherwise
+    score_dtype   None for functions without a score; else the jaxpr's first input is the score
+    keep_custom   custom functions stay whole, as Calls; they are inlined otherwise
 
-    Raises ModError, with `name` before the reason, for a jaxpr that cannot be translated.
+    ModError has the user's argument, `name`, before the reason.
     """
     lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom, split=traced.split)
     closed = traced.closed
@@ -161,19 +193,27 @@ def _lowered(
         atom = lowering.as_atoms(result).item()
     except ModError as error:
         text = str(error)
-        raise ModError(text if text.startswith("`") else f"`{name}` cannot be compiled: {text}") from error
+        text = text if text.startswith("`") else f"`{name}` cannot be compiled: {text}"
+        raise _at_equation(text, lowering.inside, traced.mod) from (error if shows_all_frames() else None)
     return _finish(lowering, lowering.builder.convert(atom, score_dtype) if score_dtype else atom)
 
 
+def _at_equation(text: str, eqns: Sequence[Equation], mod: Callable) -> ModError:
+    """The error `text` about the last of `eqns`, which are inside each other; it ends with the user's statement."""
+    whole = traceback_of(eqns)
+    return ModError(text + (where(failed_at(whole)) or where_made(mod))).with_traceback(whole)
+
+
+def _of_result(text: str, traced: "Traced") -> ModError:
+    """As `_at_equation`, for the equation that computes the first result, if there is one."""
+    jaxpr = traced.closed.jaxpr
+    eqns = typing.cast(Sequence[Equation], jaxpr.eqns)
+    made = [e for e in eqns if any(v is r for v in e.outvars for r in jaxpr.outvars[:1])]
+    return _at_equation(text, made, traced.mod)
+
+
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Ends a translation: returns the checked program whose one result is `result`, and the captured arrays that it
-    reads.
-
-    lowering   the translation; steps that the result does not need are left out, captured arrays that no step reads are
-               dropped, and the others are renumbered
-
-    Raises IllegalProgram if the program breaks a rule of ir/verify.py, which is a mistake of the compiler and not of the user.
-    """
+    """The checked program whose result is `result`, without unused steps and arrays, and its arrays."""
     program = lowering.builder.finish([result])
     check(program)
     used = sorted(
@@ -183,49 +223,34 @@ def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array,
     return select_captures(program, used), tuple(lowering.arrays[i] for i in used)
 
 
-def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[jax.Array, ...], str]:
-    """Makes the derivative program of a score_mod's program.
-
-    source   the program, in which custom functions are whole
-    sizes    (batch, heads, q_len, kv_len)
-
-    Returns (derivative program, arrays that it reads beyond those of `source`, ""), or (None, (), why there is none). A
-    score_mod without a derivative still has a forward pass.
-    """
+def _derivatives(source: Program, sizes: Sizes) -> Derivatives | str:
+    """The derivative programs of the program `source`, in which custom functions are whole; or why there are none."""
     try:
         # A custom rule is not part of the program's text, so such programs are not shared.
-        make = derivative_program if custom_calls(source) else _cached_derivative
-        return *make(source, sizes), ""
+        return (derivatives_of if custom_calls(source) else _cached_derivatives)(source, sizes)
     except jax.errors.UnexpectedTracerError:
-        return None, (), VALUE_IN_RULE
+        return VALUE_IN_RULE
     except ModError as error:
         text = str(error)
-        return None, (), text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
+        return text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
 
 
 @functools.lru_cache(maxsize=512)
-def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[jax.Array, ...]]:
-    """As derivative_program, but remembers its results by (source, sizes).
-
-    It runs without a mesh, because JAX writes the mesh into a jaxpr and calls on every mesh share the result.
-    """
+def _cached_derivatives(source: Program, sizes: Sizes) -> Derivatives:
+    """As derivatives_of, cached."""
+    # without a mesh, because JAX writes the mesh into a jaxpr and calls on every mesh share the result
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return derivative_program(source, sizes)
+        return derivatives_of(source, sizes)
 
 
 # ------------------------------------------------------------------- calling the user's function
 
 
 def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
-    """Calls the user's function on tracers (`_jaxpr_of`); returns its jaxpr on scalars, and its split arrays (`Traced`).
+    """Calls the user's function `name` on tracers; returns its jaxpr on scalars, and its split arrays.
 
-    name        the user's argument, for errors
-    mod         the function
-    arguments   the names of its arguments; "score" has the dtype `score_dtype`, all others are int32
-
-    Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a Python number, in
-    numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or returns anything but one scalar. Any
-    other error of the function is passed on, with a note that names it.
+    Arguments named "score" have the dtype `score_dtype`, all others int32. Raises ModError, with what to do in a
+    sentence, for what a mod must not do. Other errors of the function pass, with a note that names it.
     """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -233,91 +258,118 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     avals = [score if a == "score" else index for a in arguments]
     try:
         closed, split = _jaxpr_of(mod, avals)
-    except ModError as error:
-        raise ModError(f"`{name}` cannot be compiled: {error}") from error
-    except AttributeError as error:
-        if not isinstance(error.obj, Tracer):
-            raise
-        raise ModError(
-            f"`{name}` uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
-            "jnp.abs(x) for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high)."
-        ) from error
-    except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
-        raise ModError(
-            f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
-            "use jax.numpy inside the mod and index arrays made by jnp.asarray."
-        ) from error
-    except (
-        jax.errors.TracerBoolConversionError,
-        jax.errors.ConcretizationTypeError,
-        jax.errors.NonConcreteBooleanIndexError,
-    ) as error:
-        raise ModError(
-            f"`{name}` decides in Python (if, while, and, or, not, int()) on a value known only at run time; use jnp.where, "
-            "&, | and ~ instead."
-        ) from error
     except Exception as error:
-        add_note_once(error, f"In `{name}`, which is called with scalars, one position at a time.")
-        raise
+        link = failed_at(error.__traceback__)
+        if (why := _why(error, link)) is None:
+            add_note_once(error, f"In `{name}`, which is called with scalars, one position at a time.{where(link)}")
+            raise
+        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(error.__traceback__)
+        raise refused from (error if shows_all_frames() else None)
+    traced = Traced(closed, split, mod)
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
-        raise ModError(
-            f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time."
+        raise _of_result(
+            f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time.", traced
         )
+    if found := first_callback(typing.cast(Scope, closed.jaxpr)):
+        if callbacks_run():
+            return _trace(name, AS_IF[name], arguments, score_dtype)
+        raise _at_equation(f"`{name}` {called_back(found[-1])}", found, mod)
     # a named axis is the effect of a collective, which the lowering refuses by its name
     effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
     if effects:
-        raise ModError(
-            f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function. To see its values, draw them with "
-            "flexjax.visualize, or call it on arrays."
+        raise _at_equation(
+            f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function. To see its values, draw "
+            "them with flexjax.visualize, or call it on arrays.",
+            (),
+            mod,
         )
-    return Traced(closed, split)
+    return traced
 
 
-def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """Calls `mod` on tracers; returns its jaxpr, whose constants are the arrays that it captured, and its split arrays (`Traced`).
+AS_IF: dict[str, Callable] = {
+    "score_mod": lambda score, b, h, q_idx, kv_idx: score,
+    "mask_mod": lambda b, h, q_idx, kv_idx: True,
+}
+"""What is planned for a mod with callbacks: implementation="reference" runs the mod itself."""
 
-    mod     the user's function
-    avals   the types of its arguments, scalars
 
-    What is called is the copy of lift_numpy, in which numpy arrays are Views, so that tracers can index them, and split arrays are unsplit.
-    If that raises TypeError, as where a function does not take a View, `mod` itself is called, with its arrays as they are, and `split` is
-    empty. If `mod` itself cannot index its arrays, the first error is raised. TypeError of a mod that reaches no such array, and all
-    other errors, are passed on, but a result that is no array raises ModError.
+def _why(error: Exception, link: types.TracebackType | None) -> str | None:
+    """The rest of a sentence that begins with the mod, for what a mod must not do; None for other errors."""
+    text = str(error)
+    if isinstance(error, ModError):
+        return f"cannot be compiled: {error}"
+    if isinstance(error, AttributeError):
+        return (advice(link) or _no_attribute(error)) if isinstance(error.obj, Tracer) else None
+    if isinstance(error, jax.errors.TracerArrayConversionError | jax.errors.TracerIntegerConversionError):
+        return advice(link) or TO_NUMPY
+    if isinstance(error, TypeError) and re.search(r"unhashable type: '\w*Tracer'", text):
+        return advice(link) or IN_A_DICT
+    # before TypeError in general, of which these are
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.NonConcreteBooleanIndexError):
+        return advice(link) or IN_PYTHON
+    if isinstance(error, IndexError) and re.search(r"size 0|empty axis", text):
+        return "reads an array of size 0, which has no element to read; leave the read out where the array is empty."
+    return None
+
+
+TO_NUMPY = (
+    "uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); use "
+    "jax.numpy inside the mod and index arrays made by jnp.asarray."
+)
+IN_PYTHON = (
+    "decides in Python (if, while, and, or, not, int()) on a value known only at run time; use jnp.where, &, | and ~ "
+    "instead."
+)
+IN_A_DICT = (
+    "looks a traced value up in a dict or a set; make an array of the values, values = jnp.asarray([...]), and read "
+    "values[b]."
+)
+
+
+def _no_attribute(error: AttributeError) -> str:
+    return (
+        f"uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
+        "jnp.abs(x) for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high)."
+    )
+
+
+def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> tuple[jex_core.ClosedJaxpr, dict[int, jax.Array]]:
+    """Calls `mod` on tracers, in the copy that lift_numpy makes; returns its jaxpr and its split arrays.
+
+    If the copy raises TypeError, as where a function does not take a View, `mod` itself is called with its arrays as
+    they are. If that cannot index its arrays either, the first error is raised.
     """
     lifted, split = lift_numpy(mod)
     try:
-        return Traced(_fresh_jaxpr(lifted, avals), split)
+        return _fresh_jaxpr(lifted, avals), split
     except TypeError as error:
         no_array = re.search(r"returned a value of type <class '(.+)'>.* not a valid JAX type", str(error))
         if no_array:
-            advice = "call it with the same arguments" if "function" in no_array[1] else "return a number of jax.numpy"
-            raise ModError(f"it returns a value of type {no_array[1]}; {advice}.") from error
+            kind = no_array[1].replace(f"{Mod.__module__}.{Mod.__name__}", "function")
+            advice = "call it with the same arguments" if "function" in kind else "return a number of jax.numpy"
+            raise ModError(f"it returns a value of type {kind}; {advice}.") from error
         if lifted is mod:
             raise
         first = error
     try:
-        return Traced(_fresh_jaxpr(mod, avals), {})
+        return _fresh_jaxpr(mod, avals), {}
     except TypeError:
         raise first from None
 
 
 def _fresh_jaxpr(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
-    """Calls `mod` on tracers of the types `avals`; returns its jaxpr.
-
-    JAX caches a jaxpr by the function object and would return the old one where the function reads something new: an attribute, a global
-    or an entry of a dict that was assigned since, or a tracer of another transformation. A partial is a new object each time, and JAX
-    takes the name of the function in it for errors.
-    """
-    return jax.make_jaxpr(functools.partial(mod))(*avals)
+    # JAX caches a jaxpr by the function object, and would miss what the function reads anew: a global, an attribute, a
+    # tracer. A partial is a new object each time, and JAX takes the name of the function in it for errors.
+    with users_settings():
+        return jax.make_jaxpr(functools.partial(mod))(*avals)
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
-    """Raises ModError unless `mod` can be called with as many positional arguments as there are names in `arguments`.
+    """Raises ModError unless `mod` takes positional arguments of these names in this order; `name` is the user's
+    argument.
 
-    name   the user's argument, for errors
-
-    A callable without a signature (written in C) passes.
+    Other names of arguments pass, and so does a callable without a signature (written in C).
     """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
@@ -335,5 +387,11 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
         if other := other_kind(signature, arguments):
             advice = f" If it is a {other}, pass it as {other}=."
         raise ModError(
-            f"`{name}` has the signature {without_types(signature)}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
+            f"`{name}` has the signature {without_types(signature)}; expected {len(arguments)} positional arguments, "
+            f"{wanted}.{advice}"
         ) from None
+    if misplaced(signature, arguments):
+        raise ModError(
+            f"`{name}` has the signature {without_types(signature)}; expected the order {wanted}. Arguments are given "
+            "by position: order them so, or use other names."
+        )

@@ -6,43 +6,68 @@ A value is one of three things:
     array of atoms   a numpy object array of program atoms: a scalar, or a small vector that is unrolled into scalars
     lazy array       a LazyArray, whose elements become atoms when they are asked for
 
-Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the row, and
-most of these elements are never used. The LazyArray has a shape and a function from an index to an atom: `x[b][q_idx]` asks for
-one element, and the program has one load, `x[b, q_idx]`. An index is a tuple of one int32 atom for each dimension.
+Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need a load for each element of the
+row, most of which are never used. The LazyArray has a shape and a function from an index to an atom: `x[b][q_idx]` asks
+for one element, and the program has one load, `x[b, q_idx]`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from flexjax.errors import ModError
-from flexjax.ir.builder import literal
+from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom, Lit
 
 MAX_ELEMENTS = 1024
 """Largest small array that is unrolled into scalars."""
+ROLL = 8
+"""The most elements of a vector that is unrolled into scalars; a loop reads one element of a longer one a round."""
+# iterations of a loop that is unrolled, and elements of a known array that a Call other than a loop gets as atoms
 MAX_UNROLL = 64
-"""The most iterations of a loop that is unrolled, and the most elements of a known array that a Call other than a loop gets as atoms; a
-larger one is captured whole."""
 
+# an int32 atom for each dimension, within bounds
 Index = tuple[Atom, ...]
-"""The index of an element: an int32 atom for each dimension, within bounds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A random key, made of the uint32 atoms of its words: it stands where an atom stands, in an array of atoms."""
+
+    words: tuple[Atom, ...]
+    dtype: Any
+
+
+def is_key_dtype(dtype: object) -> bool:
+    """Whether a dtype is that of random keys, such as key<fry>."""
+    return jnp.issubdtype(cast(Any, dtype), jax.dtypes.prng_key)
+
+
+def choose(builder: Builder, predicate: Atom, on_true: Atom, on_false: Atom) -> Atom:
+    """`on_true` where the bool atom `predicate` is True, else `on_false`: two atoms of one dtype, or two keys."""
+    if isinstance(on_true, Key) and isinstance(on_false, Key):
+        words = (builder.select(predicate, *pair) for pair in zip(on_true.words, on_false.words, strict=True))
+        return cast(Atom, Key(tuple(words), on_true.dtype))
+    return builder.select(predicate, on_true, on_false)
+
+
+class NotRolled(Exception):
+    """An array of atoms is read at a loop index: the loop over it has to be unrolled."""
 
 
 class LazyArray:
-    """An array whose elements are made as atoms when asked for; for one index the element is made once.
-
-    shape, dtype   of the array
-    element        makes the atom at an index
-    too_large      the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
-    """
+    """An array whose elements are made as atoms when asked for, once for each index."""
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str):
-        """The arguments are those of the class; `dtype` may be anything that names one."""
+        """`too_large`: the error where all of more than MAX_ELEMENTS elements are needed, a sentence that starts with
+        "it".
+        """
         self.shape = tuple(shape)
         self.dtype = cast(np.dtype, dtype)
         self.too_large = too_large
@@ -51,23 +76,20 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     def element(self, index: Sequence[Atom]) -> Atom:
-        """The atom at an index, one atom for each dimension, within bounds."""
         index = tuple(index)
         if index not in self._made:
             self._made[index] = self._element(index)
         return self._made[index]
 
     def atoms(self) -> np.ndarray:
-        """Makes every element; returns them as an array of atoms. Raises ModError for more than MAX_ELEMENTS elements."""
+        """Makes every element. Raises ModError for more than MAX_ELEMENTS elements."""
         if self.size > MAX_ELEMENTS:
             raise ModError(self.too_large)
         out = np.empty(self.shape, object)
@@ -76,41 +98,32 @@ class LazyArray:
         return out
 
     def __getitem__(self, row: int) -> "Value":
-        """The part of the array at number `row` of the first dimension: lazy, or an array of atoms if it has at most one
-        element.
-        """
         first = literal(row, "int32")
         return settled(LazyArray(self.shape[1:], self.dtype, lambda i: self.element((first, *i)), self.too_large))
 
 
 Value: TypeAlias = jax.Array | np.ndarray | LazyArray
-"""A value of the mod; see the top of this file."""
 
 
 def is_atoms(value: Value) -> TypeGuard[np.ndarray]:
-    """Whether the value is an array of atoms: a numpy object array."""
     return isinstance(value, np.ndarray) and value.dtype == object
 
 
 def is_lazy(value: Value) -> TypeGuard[LazyArray]:
-    """Whether the value is a LazyArray."""
     return isinstance(value, LazyArray)
 
 
 def is_known(value: Value) -> TypeGuard[jax.Array]:
-    """Whether the value is a known value, one that depends on captured arrays alone and is computed outside of the kernel."""
+    """Whether the value depends on captured arrays alone."""
     return not is_atoms(value) and not is_lazy(value)
 
 
 def settled(array: LazyArray) -> Value:
-    """The value that stands for a new lazy array: the array as it is, but one of at most one element is made at once, as an array of
-    atoms, because nothing is gained by waiting.
-    """
+    """The lazy array, or an array of atoms for one of at most one element."""
     return array.atoms() if array.size <= 1 else array
 
 
 def literal_index(place: Sequence[int]) -> Index:
-    """An index whose atoms are the integers of `place` as literals."""
     return tuple(literal(i, "int32") for i in place)
 
 
@@ -118,17 +131,15 @@ def literal_index(place: Sequence[int]) -> Index:
 
 
 def scalar(atom: Atom) -> np.ndarray:
-    """The atom as an array of atoms of shape ()."""
     return object_array([atom]).reshape(())
 
 
 def no_tangent(shape: Sequence[int]) -> np.ndarray:
-    """The array of atoms of `shape` that stands for an array of dtype float0: False everywhere, because float0 has no numbers."""
+    """The array of atoms for an array of dtype float0, which has no numbers: False everywhere."""
     return np.full(shape, Lit(False, "bool"), object)
 
 
 def object_array(atoms: Sequence[Atom]) -> np.ndarray:
-    """The atoms as an array of atoms with one dimension."""
     out = np.empty(len(atoms), object)
     for i, atom in enumerate(atoms):
         out[i] = atom
@@ -136,15 +147,12 @@ def object_array(atoms: Sequence[Atom]) -> np.ndarray:
 
 
 def as_object(value: Any) -> np.ndarray:
-    """Turns what indexing an array of atoms gives into an array of atoms: numpy returns a bare atom where no dimension is left."""
+    """An array of atoms; numpy returns a bare atom where no dimension is left."""
     return value if is_atoms(value) else scalar(value)
 
 
 def map_elements(make: Callable[..., Atom], args: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The array of atoms of that shape whose elements are `make(*elements)` of the corresponding elements of `args`.
-
-    make   makes an atom from one atom of each argument
-    args   arrays of atoms, broadcast to `shape`
+    """`make(*elements)` for each element of `args`, arrays of atoms that are broadcast to `shape`.
 
     Raises ModError for more than MAX_ELEMENTS elements.
     """

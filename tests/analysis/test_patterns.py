@@ -8,9 +8,9 @@ import pytest
 
 from flexjax import masks
 from flexjax.analysis import patterns
-from flexjax.call_arguments import DEFAULTS
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.prepare import prepare
 
 SLOPES = jnp.ones(2)
 
@@ -19,8 +19,7 @@ def plan(**arguments: typing.Any) -> KernelPlan:
     """The plan of a call of flex_attention with these arguments, batch 1, 256 queries and keys, 2 heads."""
     x = jax.ShapeDtypeStruct((1, 256, 2, 16), jnp.float32)
     found: list[KernelPlan] = []
-    filled: typing.Any = DEFAULTS | arguments
-    jax.eval_shape(lambda q: found.append(prepare(q, q, q, **filled).plan), x)
+    jax.eval_shape(lambda q: found.append(prepare(Arguments(q, q, q, **arguments)).plan), x)
     return found[0]
 
 
@@ -84,9 +83,30 @@ DIVISIONS: dict[str, tuple[typing.Any, bool]] = {
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_divides_tiles(name: str) -> None:
+def test_divisions_fill_registers(name: str) -> None:
     mask_mod, divides = DIVISIONS[name]
     made = plan(mask_mod=mask_mod)
     assert made.mask is not None
-    assert patterns.divides_tiles(made.mask) is divides
-    assert not patterns.divides_tiles(made.score)
+    assert patterns.fills_registers(made.mask) is divides
+    assert not patterns.fills_registers(made.score)
+
+
+LIST = jnp.arange(256 * 64).reshape(256, 64)
+KEYS = jax.random.split(jax.random.key(0), 256)
+LONG: dict[str, tuple[typing.Any, bool]] = {
+    "a hash of both": (
+        lambda b, h, q, k: jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(KEYS[0], q), k)),
+        True,
+    ),
+    "a hash of the query": (lambda b, h, q, k: jax.random.bernoulli(jax.random.fold_in(KEYS[0], q)) | (k < q), False),
+    "a loop": (lambda b, h, q, k: jnp.any(LIST[q] == k), True),
+    "a loop for the query": (lambda b, h, q, k: jnp.any(LIST[q] == 3) | (k < q), False),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_hashes_and_loops_fill_registers(name: str) -> None:
+    mask_mod, fills = LONG[name]
+    mask = plan(mask_mod=mask_mod).mask
+    assert mask is not None
+    assert patterns.fills_registers(mask) is fills

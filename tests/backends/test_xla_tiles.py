@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import KernelOptions, Origin, dispatch, masks, mods
-from flexjax.backends.base import BackwardInputs
+from flexjax import KernelOptions, Origin, masks, mods
 from flexjax.backends.target import Target
 from flexjax.backends.xla import larger_blocks, tile_sizes
 from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile import XlaTile
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
-from flexjax.call_arguments import DEFAULTS
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.ir.evaluate import evaluate
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Results, Wanted
-from flexjax.prepare import prepare
+from flexjax.passes import dispatch
+from flexjax.passes.dispatch import Run
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Results, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.arrays import array
 from tests.cases.random_masks import dense
@@ -40,8 +41,8 @@ def arrays() -> tuple[jax.Array, ...]:
 
 
 def plan(mask: str, **tiles: int) -> KernelPlan:
-    options: Any = DEFAULTS | {"mask_mod": MASKS[mask], "kernel_options": KernelOptions(**tiles)}
-    return prepare(*arrays(), **options).plan
+    options: Any = {"mask_mod": MASKS[mask], "kernel_options": KernelOptions(**tiles)}
+    return prepare(Arguments(*arrays(), **options)).plan
 
 
 def tile(plan: KernelPlan, backward: bool) -> tuple[int, int]:
@@ -109,9 +110,9 @@ def test_tiles_that_suit_another_backend_give_way() -> None:
 
 def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
     q, k, v = arrays()
-    options: Any = DEFAULTS | {"mask_mod": masks.causal_offset(jnp.asarray(100))}
+    options: Any = {"mask_mod": masks.causal_offset(jnp.asarray(100))}
     for tokens in (1, 5, 127):
-        made = prepare(q[:, :tokens], k, v, **options).plan
+        made = prepare(Arguments(q[:, :tokens], k, v, **options)).plan
         assert choose_tile_sizes(made, CPU).block_q == choose_tile_sizes(made, CPU, backward=True).block_q == tokens
 
 
@@ -232,8 +233,8 @@ def test_visits_that_a_length_may_cut_have_at_most_512_keys(mask: str, dtype: st
     """(block_kv, chunk, tail), whatever the batch is; a request of an eighth of 4096 keys then computes no key that it lacks."""
     for batch in (1, 4):
         q, k = jnp.zeros((batch, 1, 8, 64), dtype), jnp.zeros((batch, 4096, 2, 64), dtype)
-        options: Any = DEFAULTS | {"mask_mod": MASKS[mask], "key_value_seq_lengths": array([512] * batch)}
-        made = choose_tile_sizes(prepare(q, k, k, **options).plan, CPU)
+        options: Any = {"mask_mod": MASKS[mask], "key_value_seq_lengths": array([512] * batch)}
+        made = choose_tile_sizes(prepare(Arguments(q, k, k, **options)).plan, CPU)
         assert (made.block_kv, made.chunk, made.tail) == sizes
 
 
@@ -261,9 +262,9 @@ def test_one_block_of_a_user_is_no_mask_program(full: int) -> None:
     one, index = jnp.full((1, 1, 1), full), jnp.zeros((1, 1, 1, 1), jnp.int32)
     causal = lambda b, h, q, k: q >= k
     mask = flexjax.BlockMask.from_kv_blocks(one * 0, index, one, index, block_size=16, mask_mod=causal, kv_len=16)
-    options: Any = DEFAULTS | {"block_mask": mask}
-    call, backend = prepare(q, k, v, **options), dispatch.backend("xla")
-    found = [backend.forward(call.plan, call.operands, target).out for target in (CPU, GPU)]
+    options: Any = {"block_mask": mask}
+    call, backend = prepare(Arguments(q, k, v, **options)), dispatch.backend("xla")
+    found = [Run(backend, call.plan, target).forward(call.operands).out for target in (CPU, GPU)]
     np.testing.assert_allclose(*found, atol=1e-6)
     assert bool(np.any(found[0])) == bool(full)
 
@@ -284,16 +285,15 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
     monkeypatch.setattr(tile_sizes, "ACCELERATOR_DENSE_QUERIES", 100)
     q, k, v = arrays()
     score_mod = lambda s, b, h, i, j: s + jnp.sin(1.0 * (i - j))
-    options: Any = DEFAULTS | {"mask_mod": ON_A_GPU[mask], "score_mod": score_mod}
-    call = prepare(q, k, v, **options)
+    options: Any = {"mask_mod": ON_A_GPU[mask], "score_mod": score_mod}
+    call = prepare(Arguments(q, k, v, **options))
     backend, derivative = dispatch.backend("xla"), call.problem(None).needed_derivative()
     wanted = Wanted(True, True, True, False, False, False, ())
 
     def both_passes(target: Target) -> tuple[Results, Gradients]:
-        results = backend.forward(call.plan, call.operands, target)
-        return results, backend.backward(
-            call.plan, BackwardInputs(call.operands, results, q, None, wanted, derivative), target
-        )
+        run = Run(backend, call.plan, target)
+        results = run.forward(call.operands)
+        return results, run.backward(BackwardInputs(call.operands, results, q, None, wanted, derivative))
 
     rows = backend.tile_sizes(call.plan, GPU).rows
     assert rows == (1 if one_step else 3)
@@ -309,11 +309,11 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
 )
 def test_blocks_are_larger_where_rows_see_many_keys(mask_mod: Any, size: tuple[int, int]) -> None:
     array = np.zeros((1, 16384, 1, 1), np.float32)
-    call = prepare(array, array, array, **(DEFAULTS | {"mask_mod": mask_mod}))
-    blocks = larger_blocks.plan_on_larger_blocks(call.plan, GPU).blocks
-    assert blocks is not None
-    assert (blocks.block_q, blocks.block_kv) == size
-    sizes = choose_tile_sizes(larger_blocks.plan_on_larger_blocks(call.plan, GPU), GPU)
+    call = prepare(Arguments(array, array, array, mask_mod=mask_mod))
+    (step,) = dispatch.backend("xla").rewrites(call.plan, GPU)
+    assert step.plan.blocks is not None
+    assert (step.plan.blocks.block_q, step.plan.blocks.block_kv) == size
+    sizes = choose_tile_sizes(step.plan, GPU)
     assert sizes.heads * sizes.block_q * sizes.block_kv * sizes.chunk <= tile_sizes.ACCELERATOR_TILE
 
 
@@ -358,4 +358,4 @@ def test_keys_of_a_visit_of_a_short_call(shape: tuple[int, int, int, int], keys:
     queries, heads, kv_heads, dim = shape
     for batch, length in ((1, 4096), (3, 1000)):
         q, k = jnp.zeros((batch, queries, heads, dim)), jnp.zeros((batch, length, kv_heads, dim))
-        assert tile_sizes.short_keys(prepare(q, k, k).plan) == keys
+        assert tile_sizes.short_keys(prepare(Arguments(q, k, k)).plan) == keys

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax.bench import __main__ as command
-from flexjax.bench import inputs, measure, report, suites
-from flexjax.bench.peers import PEERS
+from bench import __main__ as command
+from bench import inputs, measure, report, suites
+from bench.peers import PEERS
 
 TINY = suites.SUITES["tiny"]
 
@@ -115,7 +115,7 @@ def test_the_command(tmp_path, capsys):
     assert command.main([*flags, "--json", str(path)]) == 0
     table = capsys.readouterr().out
     assert "| causal 64 | forward |" in table
-    assert "`python -m flexjax.bench --suite tiny --only 'causal 64'" in table
+    assert "`python -m bench --suite tiny --only 'causal 64'" in table
     (row,) = json.loads(path.read_text())["rows"]
     assert set(row["peers"]) == {"dense", "flexjax"}
     assert all(result["peak_bytes"] > 0 and result["calls"] >= 5 for result in row["peers"].values())

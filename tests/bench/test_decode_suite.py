@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax.bench import __main__ as command
-from flexjax.bench import decode_cases, decode_peers, device, inputs, kernel_times, report
-from flexjax.bench.decode_cases import DecodeCase
+from bench import __main__ as command
+from bench import decode_cases, decode_peers, device, inputs, kernel_times, report
+from bench.decode_cases import DecodeCase
 
 CASES = decode_cases.DECODE_SUITES["decode"]
 TINY = {case.name: case for case in decode_cases.DECODE_SUITES["decode-tiny"]}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax.bench import __main__ as command
-from flexjax.bench import device, gpu_peers, inputs, report, suites
+from bench import __main__ as command
+from bench import device, gpu_peers, inputs, report, suites
 
 TINY = suites.SUITES["gpu-tiny"]
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from flexjax.bench import __main__ as command
-from flexjax.bench import step
+from bench import __main__ as command
+from bench import step
 
 TINY = step.Size(layers=1, width=16, heads=2, tokens=32, documents=3)
 

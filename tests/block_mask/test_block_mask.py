@@ -12,8 +12,8 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
+from flexjax.backends.reference.definition import reference_attention
 from flexjax.block_mask import transpose
-from flexjax.reference import reference_attention
 from tests.arrays import array
 from tests.block_mask.test_classify import classes_of
 from tests.cases.random_masks import classes, dense

@@ -10,11 +10,12 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, create_block_mask, masks
+from flexjax.backends.reference.definition import reference_attention
 from flexjax.backends.target import Target
 from flexjax.backends.xla.support import XlaBackend
-from flexjax.call_arguments import DEFAULTS
-from flexjax.prepare import prepare
-from flexjax.reference import reference_attention
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.passes.dispatch import Run
 from tests.arrays import array
 
 LENGTH, BLOCK = 120, 16
@@ -70,7 +71,7 @@ def test_replaced_lists_are_not_those_on_the_host() -> None:
     for given, known in ((mask, True), (fewer, False), (crossed, False), (mask[:, :, :2], False)):
         tokens = given.q_len
         q, k, v = arrays()
-        call = prepare(q[:, :tokens], k, v, **(DEFAULTS | {"block_mask": given}))  # pyright: ignore[reportArgumentType]
+        call = prepare(Arguments(q[:, :tokens], k, v, block_mask=given))
         assert call.plan.blocks is not None
         assert (call.plan.blocks.known is not None) == known
 
@@ -98,8 +99,8 @@ def test_a_block_that_is_taken_off_stays_off(target: Target) -> None:
     fewer = dataclasses.replace(mask, full_kv_num_blocks=mask.full_kv_num_blocks * 0)
     rng = np.random.default_rng(1)
     q, k, v = (array(rng.standard_normal((1, 1024, 1, 8)), jnp.float32) for _ in range(3))
-    call = prepare(q, k, v, **(DEFAULTS | {"block_mask": fewer}))  # pyright: ignore[reportArgumentType]
-    got = XlaBackend().forward(call.plan, call.operands, target).out
+    call = prepare(Arguments(q, k, v, block_mask=fewer))
+    got = Run(XlaBackend(), call.plan, target).forward(call.operands).out
     at = np.arange(1024)
     shown = (at[:, None] >= at) & (at[:, None] // 128 == at // 128)
     np.testing.assert_allclose(got, reference_attention(q, k, v, mask=array(shown[None, None]))[0], atol=2e-6)
@@ -116,6 +117,6 @@ def test_transposed_lists_of_replaced_lists_have_all_rows() -> None:
     assert mask.q_widths[0] < rows
     assert int(wider.q_num_blocks[0, 0, 0]) == rows
     np.testing.assert_array_equal(wider.q_indices[0, 0, 0], np.arange(rows))
-    call = prepare(*arrays(), **(DEFAULTS | {"block_mask": wider}))  # pyright: ignore[reportArgumentType]
+    call = prepare(Arguments(*arrays(), block_mask=wider))
     assert call.plan.blocks is not None
     assert call.plan.blocks.partial_t == rows

@@ -33,7 +33,7 @@ def check(implementation: str, mod: str, jit: Callable[[Callable], Callable] = j
     query, key, value, d_out = (array(rng.standard_normal((1, length, N, D)), jnp.bfloat16) for length in (T, S, S, T))
     slopes = array(rng.uniform(0.01, 0.3, N), jnp.float32)
     distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)[None]) if mod == "pair" else jnp.arange(T)[None]
-    dropout = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0)} if mod == "dropout" else {}
+    dropout = {"dropout": flexjax.Dropout(0.25, jax.random.key(0))} if mod == "dropout" else {}
 
     def gradient(implementation: str, dtype: str, jit: Callable[[Callable], Callable] = jax.jit) -> jax.Array:
         def loss(slopes: jax.Array) -> jax.Array:

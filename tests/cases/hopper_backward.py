@@ -101,6 +101,12 @@ CAPTURED: dict[str, dict[str, typing.Any]] = {
         "score": lambda c, s, b, h, q, k: s * c[0][h] + c[1][(q * 7 + k * 3) % 50],
         "captured": (jnp.array([1.3]), normal(50)), "q_len": 100, "kv_len": 70, "heads": 1, "dim": 272, "mask": causal,
     },
+    "two computed axes, a table of heads, read twice": {
+        "score": lambda c, s, b, h, i, j: (
+            s + c[1][(b + h) % 2, c[0][h].astype(jnp.int32), i, j] + c[1][0, c[0][h].astype(jnp.int32), j, i] * s
+        ),
+        "captured": (jnp.array([1.0, 0.0]), normal(2, 2, 64, 64)), "q_len": 64, "kv_len": 64, "batch": 2,
+    },
     "gather": {
         "score": lambda c, s, b, h, q, k: s + c[0][(q * 7 + k * 3) % 50],
         "captured": (normal(50),), "q_len": 128, "kv_len": 128, "heads": 1,
@@ -159,6 +165,15 @@ BY_PLACES: dict[str, dict[str, typing.Any]] = {
     "2-D table that all share": {
         "score": lambda c, s, b, h, i, j: s + c[0][i // 8 - j // 8 + 15, i % 8 - j % 8 + 7],
         "captured": (normal(31, 15),), "q_len": 128, "kv_len": 128, "batch": 2,
+    },
+    "a bias of two heads each, odd lengths, dropout": {
+        "score": lambda c, s, b, h, i, j: s + c[0][h // 2, i, j], "captured": (normal(2, 70, 100),), "q_len": 70, "kv_len": 100,
+        "heads": 4, "kv_heads": 2, "block": (64, 64), "mask": causal,
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
+    "a bias of batch entries times heads, staged": {
+        "score": lambda c, s, b, h, i, j: s + c[0][b * 2 + h, i, j].astype(jnp.float32),
+        "captured": (normal(4, 64, 128).astype("float16"),), "q_len": 64, "kv_len": 100, "batch": 2, "dtype": "float16",
     },
     "gain, of which nothing bounds the derivative": {
         "score": lambda c, s, b, h, i, j: s * c[0][h, (i * 7 + j * 3) % 50], "captured": (normal(1, 50),),

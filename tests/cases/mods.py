@@ -164,6 +164,12 @@ def head_pair_bias(c: Captures) -> Mod:
 
 
 @score
+def computed_head_bias(c: Captures) -> Mod:
+    """Groups of heads share a plane, which a table chooses for each batch entry; two positions read each element."""
+    return lambda s, b, h, q, k: s + c["bias"][h // 2, c["plane"][b], q, k] + c["bias"][(b + h) % 2, 0, k, q]
+
+
+@score
 def full_pair_bias(c: Captures) -> Mod:
     return lambda s, b, h, q, k: s + c["bias"][b, h, q, k]
 
@@ -254,6 +260,25 @@ def boolean_penalty(c: Captures) -> Mod:
 
 
 @score
+def noise(c: Captures) -> Mod:
+    draw = lambda q, k: jax.random.normal(
+        jax.random.fold_in(jax.random.wrap_key_data(c["key"]), q * 1000 + k), dtype="float32"
+    )
+    return lambda s, b, h, q, k: s + draw(q, k)
+
+
+@score
+def interpolated(c: Captures) -> Mod:
+    knots = lambda: c["knots"].astype(jnp.float32)
+    return lambda s, b, h, q, k: s + jnp.interp((q - k).astype(jnp.float32), knots(), c["at_knots"])
+
+
+@score
+def searched_bucket(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: s + c["table"][jnp.searchsorted(c["knots"], q - k, side="right")]
+
+
+@score
 def coordinate_distance(c: Captures) -> Mod:
     def mod(s, b, h, q, k):
         dx, dy = c["x"][q] - c["x"][k], c["y"][q] - c["y"][k]
@@ -310,6 +335,11 @@ def key_lengths(c: Captures) -> Mod:
 @mask
 def both_lengths(c: Captures) -> Mod:
     return lambda b, h, q, k: (k < c["length"][b]) & (q < c["length"][b])
+
+
+@mask
+def neighbours(c: Captures) -> Mod:
+    return lambda b, h, q, k: jnp.any(c["neighbour"][b, q] == k) | (k == 0)
 
 
 @mask
@@ -375,6 +405,18 @@ def by_batch_and_head(c: Captures) -> Mod:
 @mask
 def small_integers(c: Captures) -> Mod:
     return lambda b, h, q, k: (c["kind"][q] + c["kind"][k]) % 2 == 0
+
+
+@mask
+def random_entries(c: Captures) -> Mod:
+    draw = lambda q, k: jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(c["key"], q), k), jnp.float32(0.3))
+    return lambda b, h, q, k: (draw(q, k) & (k < q + 20)) | (q == k)
+
+
+@mask
+def searched_documents(c: Captures) -> Mod:
+    of = lambda i: jnp.searchsorted(c["starts"].astype(jnp.float32), i.astype(jnp.float32), side="right")
+    return lambda b, h, q, k: of(q) == of(k)
 
 
 @mask

@@ -7,15 +7,17 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.backends.base import BackwardInputs
-from flexjax.call_arguments import DEFAULTS
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.prepare import prepare
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.plan import rewrite
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.rewrites import extra_features
 from flexjax.trace import trace_mod
 from flexjax.types import KernelOptions
 from tests.arrays import array
@@ -43,7 +45,7 @@ def benched(
     x = jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16)
     given = {"mask_mod": mask_mod, "score_mod": score_mod, "kernel_options": KernelOptions(**options)}
     plans: list[KernelPlan] = []
-    jax.eval_shape(lambda x: plans.append(prepare(x, x, x, **typing.cast(typing.Any, DEFAULTS | given)).plan), x)
+    jax.eval_shape(lambda x: plans.append(prepare(Arguments(x, x, x, **typing.cast(typing.Any, given))).plan), x)
     return plans[0]
 
 
@@ -169,6 +171,12 @@ def assert_results_close(made: ForwardProblem, got: Results) -> None:
 # ------------------------------------------------------------------- backward
 
 
+def with_extra(kernels: Callable[..., Gradients], plan: KernelPlan, given: BackwardInputs) -> Gradients:
+    """The gradients by kernels that know no extra features: `kernels(plan, given)`."""
+    steps = rewrite.chain(plan, extra_features.rewrite)
+    return rewrite.backward(steps, given, lambda last: kernels(rewrite.last_plan(plan, steps), last))
+
+
 class BackwardProblem(typing.NamedTuple):
     """What `backward` is called with, and the gradients of a dense computation."""
 
@@ -177,9 +185,11 @@ class BackwardProblem(typing.NamedTuple):
     expected: Gradients
 
     def gradients(self) -> Gradients:
-        from flexjax.backends.mosaic_gpu import backward_sm90  # needs jax 0.11
+        from flexjax.backends.mosaic_gpu.families import hopper_backward  # needs jax 0.11
 
-        call = jax.jit(lambda *arrays: backward_sm90.backward(self.plan, BackwardInputs(*arrays, *self.given[4:])))
+        call = jax.jit(
+            lambda *arrays: with_extra(hopper_backward.backward, self.plan, BackwardInputs(*arrays, *self.given[4:]))
+        )
         return call(*self.given[:4])
 
 

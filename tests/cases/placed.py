@@ -87,8 +87,8 @@ def assert_as_reference(
             out, aux = flexjax.flex_attention(
                 q, k, v, score_mod=None if placed.score is None else placed.score(*captured), mask_mod=placed.mask,
                 origin=placed.origin, implementation=run, return_aux=flexjax.AuxRequest(lse=True),
-                kernel_options=KernelOptions(interpret=interpret and run != "reference"), dropout_rate=placed.dropout,
-                dropout_key=jax.random.key(0) if placed.dropout else None,
+                kernel_options=KernelOptions(interpret=interpret and run != "reference"),
+                dropout=flexjax.Dropout(placed.dropout, jax.random.key(0)),
             )  # fmt: skip
             assert aux.lse is not None
             wide = out.astype(jnp.float32)

@@ -66,6 +66,19 @@ EXACT: dict[str, Callable[[dict, int], Callable]] = {
 }
 
 SOUND: dict[str, Callable[[dict, int], Callable]] = {
+    "random": lambda a, p: lambda b, h, q, k: jax.random.bernoulli(jax.random.fold_in(a["words"][:2], q * p + k), 0.9),
+    "searched": lambda a, p: (
+        lambda b, h, q, k: (
+            jnp.searchsorted(jnp.sort(a["half"][:9]), q - jnp.float32(p))
+            == jnp.digitize(k - jnp.float32(p), jnp.sort(a["half"][:9]))
+        )
+    ),
+    "total_order": lambda a, p: (
+        lambda b, h, q, k: (
+            jax.lax.lt_to_p.bind(a["floats"][b, k] * 0 + a["rows"][q], a["floats"][b, k])
+            | jax.lax.eq_to_p.bind(a["rows"][q], -a["floats"][b, k])
+        )
+    ),
     "causal_chunks": lambda a, p: masks.chunked(p + 1),
     "dilated_window": lambda a, p: masks.dilated_window(5, p + 1),
     "dilated_two_sided": lambda a, p: masks.dilated_two_sided_window(3, 2, p + 1),

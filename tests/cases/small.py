@@ -93,7 +93,7 @@ TABLE = (
     SmallCall("documents", lambda a: dict(block_mask=_documents(), score_mod=_bump)),
     SmallCall("sinks", lambda a: dict(sinks=a["sinks"], mask_mod=_late), (("sinks", (N,)),)),
     SmallCall("empty_rows", lambda a: dict(mask_mod=_late, score_mod=_bump)),
-    SmallCall("dropout", lambda a: dict(dropout_rate=0.4, dropout_key=jax.random.key(7), mask_mod=masks.causal)),
+    SmallCall("dropout", lambda a: dict(dropout=flexjax.Dropout(0.4, jax.random.key(7)), mask_mod=masks.causal)),
     SmallCall("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
             (("query_extra", (B, T, N, 3)), ("key_extra", (B, S, 1, 3)))),
     SmallCall("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),

@@ -28,7 +28,7 @@ def loss(a: dict[str, jax.Array]) -> jax.Array:
 
     out = flexjax.flex_attention(
         a["q"], a["k"], a["v"], score_mod=score_mod, mask_mod=masks.causal, sinks=a["sinks"],
-        dropout_rate=0.1, dropout_key=jax.random.key(0),
+        dropout=flexjax.Dropout(0.1, jax.random.key(0)),
     )  # fmt: skip
     return (out.astype(jnp.float32) ** 2).sum()
 

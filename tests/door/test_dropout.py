@@ -10,8 +10,8 @@ import pytest
 
 import flexjax
 from flexjax import masks
-from flexjax.dropout import dense_keep, key_words
-from flexjax.reference import reference_attention
+from flexjax.backends.reference.definition import reference_attention
+from flexjax.call.dropout import dense_keep, key_words
 from tests.arrays import array
 from tests.cases.small import by_definition, quick_jit
 
@@ -88,7 +88,7 @@ def test_what_is_dropped_is_what_the_hash_says_and_the_backward_agrees() -> None
         tiled = flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=8)
 
         def ours(*a: jax.Array) -> jax.Array:
-            return flexjax.flex_attention(*a, block_mask=tiled, dropout_rate=0.3, dropout_key=key)
+            return flexjax.flex_attention(*a, block_mask=tiled, dropout=flexjax.Dropout(0.3, key))
 
         def dense(*a: jax.Array) -> jax.Array:
             return reference_attention(*a, mask_mod=masks.causal, dropout_rate=0.3, dropout_keep=kept)[0]
@@ -104,7 +104,7 @@ def test_lse_is_that_without_dropout() -> None:
     asked = flexjax.AuxRequest(lse=True, max_scores=True)
     q, k, v = qkv()
     plain = flexjax.flex_attention(q, k, v, return_aux=asked)[1]
-    dropped = flexjax.flex_attention(q, k, v, return_aux=asked, dropout_rate=0.5, dropout_key=jax.random.key(0))[1]
+    dropped = flexjax.flex_attention(q, k, v, return_aux=asked, dropout=flexjax.Dropout(0.5, jax.random.key(0)))[1]
     np.testing.assert_array_equal(plain.lse, dropped.lse)
     np.testing.assert_array_equal(plain.max_scores, dropped.max_scores)
 
@@ -112,7 +112,7 @@ def test_lse_is_that_without_dropout() -> None:
 def test_unbiased() -> None:
     """The mean over keys approaches the output without dropout."""
     q, k, v = qkv()
-    run = jax.jit(lambda key: flexjax.flex_attention(q, k, v, dropout_rate=0.4, dropout_key=key))
+    run = jax.jit(lambda key: flexjax.flex_attention(q, k, v, dropout=flexjax.Dropout(0.4, key)))
     draws = np.stack([run(key) for key in jax.random.split(jax.random.key(0), 300)])
     error = (draws.mean(0) - flexjax.flex_attention(q, k, v)) / (draws.std(0) / np.sqrt(len(draws)))
     assert np.abs(error).max() < 5.5
@@ -121,11 +121,11 @@ def test_unbiased() -> None:
 
 def test_kinds_of_keys() -> None:
     q, k, v = qkv()
-    run = lambda key: np.asarray(flexjax.flex_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
+    run = lambda key: np.asarray(flexjax.flex_attention(q, k, v, dropout=flexjax.Dropout(0.5, key)))
     typed, raw = run(jax.random.key(3)), run(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(typed, raw)
     np.testing.assert_array_equal(typed, run(np.asarray(jax.random.PRNGKey(3))))
-    traced = jax.jit(lambda key: flexjax.flex_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
+    traced = jax.jit(lambda key: flexjax.flex_attention(q, k, v, dropout=flexjax.Dropout(0.5, key)))
     np.testing.assert_allclose(typed, traced(jax.random.key(3)), atol=1e-5)
     for other in (jax.random.key(4), jax.random.key(3, impl="rbg"), jax.random.key(3, impl="unsafe_rbg")):
         assert run(other).shape == typed.shape
@@ -139,13 +139,13 @@ def test_kinds_of_keys() -> None:
 def test_rate_zero_needs_no_key_and_changes_nothing() -> None:
     q, k, v = qkv()
     want = flexjax.flex_attention(q, k, v)
-    np.testing.assert_array_equal(flexjax.flex_attention(q, k, v, dropout_rate=0.0), want)
-    np.testing.assert_array_equal(flexjax.flex_attention(q, k, v, dropout_rate=0, dropout_key=jax.random.key(0)), want)
+    np.testing.assert_array_equal(flexjax.flex_attention(q, k, v, dropout=flexjax.Dropout(0.0, None)), want)
+    np.testing.assert_array_equal(flexjax.flex_attention(q, k, v, dropout=flexjax.Dropout(0, jax.random.key(0))), want)
 
 
 def test_layouts_and_backends_drop_the_same() -> None:
     q, k, v = qkv()
-    options = dict(dropout_rate=0.5, dropout_key=jax.random.key(1), mask_mod=masks.causal)
+    options = dict(dropout=flexjax.Dropout(0.5, jax.random.key(1)), mask_mod=masks.causal)
     want = flexjax.flex_attention(q, k, v, **options)
     swapped = flexjax.flex_attention(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), layout="BNTH", **options)
     np.testing.assert_allclose(jnp.swapaxes(swapped, 1, 2), want, atol=1e-6)

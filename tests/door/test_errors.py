@@ -118,13 +118,15 @@ CALLS = [
     Bad("scale_complex", lambda a: attend(a, scale=a["sinks"][0] * 1j), "`scale` is complex64[]; expected a real scalar. A factor for each head or position goes into score_mod."),
     Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
     Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx). If it is a mask_mod, pass it as mask_mod=."),
-    Bad("rate_one", lambda a: attend(a, dropout_rate=1.0), "`dropout_rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
-    Bad("rate_negative", lambda a: attend(a, dropout_rate=-0.1), "`dropout_rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
-    Bad("rate_text", lambda a: attend(a, dropout_rate="0.1"), "`dropout_rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),
-    Bad("no_key", lambda a: attend(a, dropout_rate=0.1), "`dropout_key` is None; expected a jax random key, because dropout_rate is positive. Pass jax.random.key(seed)."),
-    Bad("key_number", lambda a: attend(a, dropout_rate=0.1, dropout_key=0), "`dropout_key` is an int; expected one key. Pass jax.random.key(seed)."),
-    Bad("many_keys", lambda a: attend(a, dropout_rate=0.1, dropout_key=typed(3)), "`dropout_key` is key<fry>[3]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
-    Bad("key_floats", lambda a: attend(a, dropout_rate=0.1, dropout_key=jnp.zeros(2)), "`dropout_key` is float32[2]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
+    Bad("rate_one", lambda a: attend(a, dropout=flexjax.Dropout(1.0, None)), "`dropout.rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
+    Bad("rate_negative", lambda a: attend(a, dropout=flexjax.Dropout(-0.1, None)), "`dropout.rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
+    Bad("rate_text", lambda a: attend(a, dropout=flexjax.Dropout("0.1", None)), "`dropout.rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),
+    Bad("dropout_number", lambda a: attend(a, dropout=0.1), "`dropout` is 0.1; expected a flexjax.Dropout or None. Write flexjax.Dropout(rate, key)."),
+    Bad("one_dropout", lambda a: attend(a, dropout=flexjax.Dropout(0.1, typed(1)[0], 1)), "`dropout.broadcast` is 1; expected True or False. Pass a Python bool."),
+    Bad("no_key", lambda a: attend(a, dropout=flexjax.Dropout(0.1, None)), "`dropout.key` is None; expected a jax random key, because the rate is positive. Pass jax.random.key(seed)."),
+    Bad("key_number", lambda a: attend(a, dropout=flexjax.Dropout(0.1, 0)), "`dropout.key` is an int; expected one key. Pass jax.random.key(seed)."),
+    Bad("many_keys", lambda a: attend(a, dropout=flexjax.Dropout(0.1, typed(3))), "`dropout.key` is key<fry>[3]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
+    Bad("key_floats", lambda a: attend(a, dropout=flexjax.Dropout(0.1, jnp.zeros(2))), "`dropout.key` is float32[2]; expected one key. Pass jax.random.key(seed), not a batch of keys."),
     Bad("aux", lambda a: attend(a, return_aux=True), "`return_aux` is True; expected None or flexjax.AuxRequest(...). For example AuxRequest(lse=True)."),
     Bad("options", lambda a: attend(a, kernel_options={"block_q": 64}), f"`kernel_options` is {{'block_q': 64}}; expected None or flexjax.KernelOptions(...). Its fields are {OPTIONS}."),
     Bad("implementation", lambda a: attend(a, implementation="cudnn"), f"`implementation` is 'cudnn'; expected None, or one or several of {NAMES}. None takes the first backend that accepts the call."),
@@ -201,8 +203,8 @@ def test_the_message_inside_jit(bad: Bad) -> None:
 
 def test_traced_numbers() -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        jax.jit(lambda x: attend(arrays(), dropout_rate=x))(0.5)
-    message = "`dropout_rate` is traced; expected a Python float in [0, 1). Make it a static argument of jit."
+        jax.jit(lambda x: attend(arrays(), dropout=flexjax.Dropout(x, None)))(0.5)
+    message = "`dropout.rate` is traced; expected a Python float in [0, 1). Make it a static argument of jit."
     assert str(caught.value) == message
 
 
@@ -217,8 +219,8 @@ def test_what_is_accepted() -> None:
         want_capped = attend(a, scale=2, score_mod=flexjax.mods.softcap(3.0), implementation=implementation)
         np.testing.assert_array_equal(got, want_capped)
     np.testing.assert_array_equal(attend({n: np.asarray(x) for n, x in a.items()}, scale=0.5), want)
-    assert attend(a, dropout_rate=np.float32(0.5), dropout_key=jax.random.key(0)).shape == want.shape
-    assert attend(a, dropout_rate=0).shape == want.shape
+    assert attend(a, dropout=flexjax.Dropout(np.float32(0.5), jax.random.key(0))).shape == want.shape
+    assert attend(a, dropout=flexjax.Dropout(0, None)).shape == want.shape
     wide = {n: jnp.tile(a[n], (1, 1, 1, 40)) for n in "qkv"}
     assert attend(wide, mask_mod=masks.causal).shape == (B, T, N, 320)
     assert attend(a, implementation=["mosaic_gpu", "xla"], scale=0.5).shape == want.shape
@@ -248,7 +250,7 @@ MODS = [
     ("score_mod", lambda score, b, h, q, kv: jnp.ones(3), "float32[3]"),
     ("mask_mod", lambda b, h, q, kv: jnp.ones((2, 2), bool), "bool[2, 2]"),
     ("score_mod", lambda score, b, h, q, kv: (score, score), "one scalar"),
-    ("mask_mod", lambda b, h, q, kv: q >= kv and q > 3, "jnp.where"),
+    ("mask_mod", lambda b, h, q, kv: q >= kv and q > 3, "write `(q >= kv) & (q > 3)`"),
     ("score_mod", 3, "int"),
     ("mask_mod", jnp.ones((6, 10), bool), "mask_mod(b, h, q_idx, kv_idx)"),
 ]
@@ -280,22 +282,36 @@ def test_the_note_shows_the_whole_call() -> None:
     a = arrays()
     with pytest.raises(ValueError, match="sinks") as caught:
         attend(
-            a, sinks=a["sinks"][:2], layout="BTNH", scale=0.5, block_mask=block_mask(), dropout_rate=0.5,
-            dropout_key=jax.random.key(0), return_aux=AuxRequest(lse=True), query_extra=a["qx"], key_extra=a["kx"],
+            a, sinks=a["sinks"][:2], layout="BTNH", scale=0.5, block_mask=block_mask(),
+            dropout=flexjax.Dropout(0.5, jax.random.key(0)), return_aux=AuxRequest(lse=True), query_extra=a["qx"], key_extra=a["kx"],
         )  # fmt: skip
     assert caught.value.__notes__[-1:] == [
         "in flex_attention(query=float32[2, 6, 4, 8], key=float32[2, 10, 2, 8], value=float32[2, 10, 2, 8], "
         "block_mask=BlockMask(1, 1, 6, 10), scale=0.5, sinks=float32[2], "
-        "dropout_rate=0.5, dropout_key=key<fry>[], "
+        "dropout=Dropout(0.5, key<fry>[]), "
         "query_extra=float32[2, 6, 4, 3], key_extra=float32[2, 10, 1, 3], "
         "return_aux=AuxRequest(lse=True, max_scores=False))"
     ]
 
 
+def test_keywords_that_were_replaced_say_what_to_write() -> None:
+    with pytest.raises(TypeError) as caught:
+        attend(arrays(), dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropout=True)
+    assert str(caught.value) == (
+        "flex_attention() got unexpected arguments broadcast_dropout, dropout_key, dropout_rate; help(flexjax.flex_attention) lists those "
+        "that it takes. In place of `broadcast_dropout` write dropout=flexjax.Dropout(rate, key, broadcast=True). In place of "
+        "`dropout_key` and `dropout_rate` write dropout=flexjax.Dropout(rate, jax.random.key(seed))."
+    )
+
+
 def test_an_unknown_keyword() -> None:
     with pytest.raises(TypeError) as caught:
         attend(arrays(), softcap=30.0)
-    assert str(caught.value) == "flex_attention() got an unexpected keyword argument 'softcap'"
+    assert str(caught.value) == (
+        "flex_attention() got unexpected arguments softcap; help(flexjax.flex_attention) lists those that it takes. In place of `softcap` "
+        "write score_mod=flexjax.mods.softcap(cap)."
+    )
+    assert isinstance(caught.value, ValueError)
 
 
 def test_a_mod_without_a_derivative_says_so_when_it_is_needed() -> None:

@@ -1,7 +1,9 @@
 """explain: every section, traced and abstract arrays, refusals, and the errors of the call that it explains."""
 
+import functools
+import html
 import re
-import types
+import warnings
 from typing import Any
 
 import jax
@@ -10,11 +12,13 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks, paged
+from flexjax import masks, mods, paged
 from flexjax.backends.target import DescribedDevice, Target
-from flexjax.dispatch import Run
-from flexjax.explain_work import describe_work
-from flexjax.paged_call import prepare_paged
+from flexjax.look import cards
+from flexjax.look.explain_work import describe_work
+from flexjax.paged.call import PagedArguments, prepare_paged
+from flexjax.passes.dispatch import Run, backend
+from tests.cases.calls import CASES
 
 B, N, M, T, S, D = 2, 4, 2, 300, 300, 32
 
@@ -27,16 +31,18 @@ def test_sections() -> None:
     table = jnp.zeros((N, 2 * T))
     text = flexjax.explain(
         *qkv(), score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + T], mask_mod=masks.causal, sinks=jnp.zeros(N),
-        dropout_rate=0.1, dropout_key=jax.random.key(0), query_extra=jnp.ones((B, T, N, 8)),
+        dropout=flexjax.Dropout(0.1, jax.random.key(0)), query_extra=jnp.ones((B, T, N, 8)),
         key_extra=jnp.ones((B, S, 1, 8)),
     )  # fmt: skip
     head, score, mask, blocks, choice, work = text.split("\n\n")
     assert head == (
         "attention  B=2 N=4 M=2 T=300 S=300 D=32 E=32 float32 BTNH  scale=0.176777  extra features R=8  sinks  dropout"
     )
-    assert score.startswith("score_mod: captures c0 float32[4,600]\n")
-    assert "load c0" in score
-    assert "diagonal slice" in score
+    assert score.splitlines()[:3] == [
+        "score_mod: captures table float32[4,600]",
+        "  x0 = load table[h, (q - kv) + 300]  [h,delta]  diagonal slice",
+        "  -> s + x0  [b,h,q,kv,score]",
+    ]
     assert re.search(r"derivative: \d+ steps", score)
     assert mask.startswith("mask_mod: captures nothing\n")
     assert blocks.splitlines()[0] == "blocks: █ full, ░ partial"
@@ -117,6 +123,25 @@ def test_abstract_arrays_give_the_text_of_real_ones() -> None:
     assert flexjax.explain(*shapes, mask_mod=masks.causal, sinks=sinks) == want
 
 
+BY_BATCH = masks.padding(jnp.array([100, 200]))
+BESIDE_SHAPES = {
+    "padding": lambda: {"mask_mod": BY_BATCH},
+    "documents": lambda: {"mask_mod": masks.document(jnp.zeros((2, 300), jnp.int32))},
+    "windows of heads": lambda: {"mask_mod": masks.sliding_window(jnp.array([1, 2, 3, 200]))},
+    "a block mask": lambda: {"block_mask": flexjax.create_block_mask(BY_BATCH, 2, None, 300, 300)},
+    "a part of one": lambda: {"block_mask": flexjax.create_block_mask(BY_BATCH, 2, None, 300, 300)[::-1]},
+    "an origin": lambda: {"mask_mod": masks.causal, "origin": flexjax.Origin(query=np.array([3, 5]))},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_SHAPES)
+def test_masks_of_batch_and_heads_are_known_beside_shapes(name: str) -> None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv()]
+    text = flexjax.explain(*shapes, **BESIDE_SHAPES[name]())
+    assert text == flexjax.explain(*qkv(), **BESIDE_SHAPES[name]())
+    assert "traced" not in text
+
+
 def test_nothing_runs() -> None:
     """A problem far too large to run, or to hold, is explained at once."""
     shape = jax.ShapeDtypeStruct((64, 1 << 20, 128, 128), jnp.bfloat16)
@@ -127,7 +152,10 @@ def test_nothing_runs() -> None:
 def test_errors() -> None:
     with pytest.raises(TypeError) as caught:
         flexjax.explain(*qkv(), softcap=3.0, window=2)
-    assert str(caught.value) == "explain() got unexpected arguments softcap, window; it takes those of flex_attention."
+    assert str(caught.value) == (
+        "explain() got unexpected arguments softcap, window; it takes those of flex_attention. In place of `softcap` write "
+        "score_mod=flexjax.mods.softcap(cap)."
+    )
     with pytest.raises(ValueError, match=re.escape("`sinks` is float32[3]; expected float32[4]")) as caught:
         flexjax.explain(*qkv(), sinks=jnp.zeros(3))
     assert caught.value.__notes__[-1] == (
@@ -169,7 +197,7 @@ def prepare_paged_plan(query: Any, cache: Any, table: Any) -> Any:
     found: list[Any] = []
 
     def write(*arrays: Any) -> None:
-        found.append(prepare_paged(*arrays, None, {})[0].call)
+        found.append(prepare_paged(PagedArguments(*arrays))[0].call)
 
     jax.eval_shape(write, query, cache, table)
     return found[0]
@@ -197,7 +225,7 @@ def test_a_paged_call() -> None:
     assert re.findall(r"pass \d .*", text) == ["pass 1 of 2: shared prefixes", "pass 2 of 2: own tokens"]
     many = jax.ShapeDtypeStruct((2, 40, 32, 128), jnp.bfloat16)
     plan = prepare_paged_plan(many, cache, table)
-    gathered = Run(types.SimpleNamespace(name="mosaic_gpu"), plan.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ())  # type: ignore[arg-type]
+    gathered = Run(backend("mosaic_gpu"), plan.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ())
     assert describe_work(plan, gathered).splitlines()[1] == (
         "  the keys and values of all pages of the table are gathered for the forward kernel, 4.194 MB"
     )
@@ -232,11 +260,9 @@ def test_work_items_of_the_decode_kernel(
 
     def write(query: jax.Array, cache: paged.PagedCache) -> None:
         with jax.ensure_compile_time_eval():
-            (part,) = prepare_paged(query, cache, table_of(lengths, n, 512), None, {"mask_mod": mask_mod})
-        backend: Any = types.SimpleNamespace(name="mosaic_gpu")
-        found.append(
-            describe_work(part.call, Run(backend, part.call.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ()))
-        )
+            (part,) = prepare_paged(PagedArguments(query, cache, table_of(lengths, n, 512), mask_mod=mask_mod))
+        run = Run(backend("mosaic_gpu"), part.call.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ())
+        found.append(describe_work(part.call, run))
 
     jax.eval_shape(write, jax.ShapeDtypeStruct((R, 1, 32, 128), jnp.bfloat16), shapes_of_cache(R * n, 512, "bfloat16"))
     _, first, second = found[0].splitlines()
@@ -275,3 +301,130 @@ def test_the_kernels_of_a_card_are_named(kind: str, capability: str, instruction
     mask = None if instruction is None and capability == "9.0" else masks.causal
     text = flexjax.explain(array, array, array, mask_mod=mask, device=device, kernel_options=options)
     assert f"\nruns on: mosaic_gpu\n  {said}" in text
+
+
+@pytest.mark.skipif(tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="the GPU kernels need jax 0.11")
+@pytest.mark.parametrize("name", cards.GPUS)
+def test_the_name_of_a_gpu_answers_as_the_card_does(name: str) -> None:
+    array = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    kind, cores = cards.GPUS[name]
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    text = flexjax.explain(array, array, array, mask_mod=masks.causal, device=name)
+    assert text == flexjax.explain(array, array, array, mask_mod=masks.causal, device=device)
+    assert "\nruns on: mosaic_gpu\n" in text
+    assert text == flexjax.explain(array, array, array, mask_mod=masks.causal, device=name.upper())
+
+
+@pytest.mark.parametrize("name", cards.TPUS)
+def test_the_name_of_a_chip_answers(name: str) -> None:
+    array = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    text = flexjax.explain(array, array, array, mask_mod=masks.causal, device=name)
+    assert "\nruns on: mosaic_tpu\n" in text
+    assert "backward pass on: mosaic_tpu" in text
+
+
+def test_a_name_of_no_device_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match="device") as caught:
+        flexjax.explain(*qkv(), device="h1000")
+    assert str(caught.value) == (
+        "`device` is 'h1000'; expected a jax.Device, a platform, the name of a card or chip, or None. Platforms are 'cpu', 'gpu', "
+        "'cuda', 'rocm', 'tpu'; cards 'a100', 'a30', 'a10', 'a40', 'l4', 'l40s', 'rtx4090', 'rtx5090', 'h100', 'h200', 'gh200', "
+        "'b200', 'b300'; chips 'v4', 'v5e', 'v5p', 'v6e'."
+    )
+
+
+def test_the_text_is_shown_as_it_is_printed() -> None:
+    text = flexjax.explain(*qkv(), mask_mod=masks.causal)
+    assert isinstance(text, str)
+    assert repr(text) == str(text) == f"{text}"
+    assert text._repr_html_() == f"<pre>{html.escape(text)}</pre>"
+    shape = jax.ShapeDtypeStruct((1, 1, 8, 128), jnp.float32)
+    assert repr(flexjax.explain(shape, shapes_of_cache(1, 8, "float32"), table_of([1], 1, 8))).startswith(
+        "attention  B=1"
+    )
+
+
+GLOBAL = jnp.arange(64.0)
+
+
+class Biased:
+    def __init__(self) -> None:
+        self.rows = jnp.zeros((4, 64))
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + self.rows[h, q_idx]
+
+    def method(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + self.rows[h, kv_idx]
+
+
+def of_a_factory() -> Any:
+    captured, layers = {"bias": jnp.ones(64), "other": jnp.zeros(64)}, [jnp.zeros((4, 64)), jnp.ones((4, 64))]
+    return lambda s, b, h, i, j: s + captured["bias"][i] + layers[1][h, j]
+
+
+NAMED = {
+    "closure": (of_a_factory(), ["load bias[i]", "load layers[1][h, j]", "-> (s + x0) + x1"]),
+    "global": (lambda s, b, h, q, k: s * GLOBAL[k], ["load GLOBAL[k]", "-> s * x0"]),
+    "default": (lambda s, b, h, q, k, decay=GLOBAL: s * decay[q], ["load decay[q]"]),
+    "numpy": ((lambda row: lambda s, b, h, q, k: s + row[q])(np.ones(64, np.float32)), ["load row[q]"]),
+    "object": (Biased(), ["load rows[h, q_idx]", "-> score + x0"]),
+    "method": (Biased().method, ["load rows[h, kv_idx]"]),
+    "partial": (functools.partial(lambda s, b, h, q, k, *, w: s * w[h], w=jnp.ones(4)), ["load w[h]"]),
+    "factory": (
+        flexjax.chain_mods(mods.alibi(4), of_a_factory()),
+        ["captures per_head", "load per_head[h]", "load bias["],
+    ),
+    "scalar": (
+        (lambda gain: lambda s, b, h, q, k: s * gain)(jnp.float32(3)),
+        ["captures gain float32[]", "-> s * gain"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_arrays_and_arguments_have_the_users_names(name: str) -> None:
+    mod, wanted = NAMED[name]
+    x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    score = flexjax.explain(x, x, x, score_mod=mod).split("\n\n")[1]
+    assert [text for text in wanted if text not in score] == []
+    assert not re.search(r"%\d|\bc\d", score)
+
+
+def test_an_index_past_the_end_is_noted() -> None:
+    x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    table = jnp.zeros((4, 54))
+    with pytest.warns(UserWarning, match="54 elements"):
+        text = flexjax.explain(x, x, x, score_mod=lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx])
+    assert "  x0 = load table[h, q_idx]  [h,q]  row gather  axis 54, index reaches 63: clamped\n" in text
+    away = lambda score, b, h, q_idx, kv_idx: score + table[h, jnp.clip(q_idx - kv_idx, 0, 53)]
+    assert "load table[h, q_idx - kv_idx]  [h,delta]  diagonal gather  axis 54, index from -63 to 63: clamped\n" in (
+        flexjax.explain(x, x, x, score_mod=away)
+    )
+
+
+def test_an_ordinary_call_takes_forty_lines(capsys: pytest.CaptureFixture) -> None:
+    """The table of cases, and calls with many blocks, tokens and arrays; prints the largest."""
+    longest = (0, "")
+    chosen = [case for case in CASES.values() if not case.slow]
+    for case in chosen:
+        B, N, M, T, S, D, E = case.shape
+        lengths = [(N, T, D), (M, S, D), (M, S, E)]
+        shapes = [(B, l, n, d) if case.layout == "BTNH" else (B, n, l, d) for n, l, d in lengths]
+        arrays = [jax.ShapeDtypeStruct(shape, case.dtypes[0]) for shape in shapes]
+        score_mod, mask_mod = case.mods({name: jnp.asarray(x) for name, x in case.captured().items()})
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of short arrays
+            text = flexjax.explain(*arrays, score_mod=score_mod, mask_mod=mask_mod, layout=case.layout)
+        longest = max(longest, (len(text.splitlines()), case.name))
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
+    text = flexjax.explain(x, x, x, score_mod=mods.alibi(8), mask_mod=masks.causal)
+    longest = max(longest, (len(text.splitlines()), "8192 tokens"))
+    with capsys.disabled():
+        print(f"\nthe longest text of explain: {longest[0]} lines, {longest[1]}")
+    assert longest[0] <= 40
+
+
+def test_a_picture_of_blocks_has_at_most_24_rows() -> None:
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
+    text = flexjax.explain(x, x, x, mask_mod=masks.causal)
+    assert 16 <= text.count("│\n") <= 24

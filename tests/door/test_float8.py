@@ -29,6 +29,13 @@ def scales(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).uniform(0.2, 3.0, shape), jnp.float32)
 
 
+def scaled(given: Arrays, of: Arrays) -> Arrays:
+    """The arguments `given`, with those of query, key and value that have scales in `of` as Quantized, and what else `of` has."""
+    name_of = {f"{name}_scales": name for name in ("query", "key", "value")}
+    more = {name: x for name, x in of.items() if name not in name_of}
+    return given | more | {n: flexjax.Quantized(given[n], of[name]) for name, n in name_of.items() if name in of}
+
+
 SCALES: dict[str, Arrays] = {
     "none": {},
     "by head": {"query_scales": (B, N), "key_scales": (B, M), "value_scales": (B, M)},
@@ -66,7 +73,7 @@ def test_stands_for_itself_times_its_scales(which: str, layout: str, implementat
         of = {name: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x for name, x in of.items()}
     given = arrays(layout)
     call = lambda given, of: flexjax.flex_attention(
-        **given, **of, mask_mod=masks.causal, layout=layout, implementation=implementation,
+        **scaled(given, of), mask_mod=masks.causal, layout=layout, implementation=implementation,
         score_mod=lambda s, b, h, q, k: jnp.tanh(s) + 0.1 * (k - q),
     )  # fmt: skip
     out = call(given, of)
@@ -84,7 +91,7 @@ def test_many_calls_at_once_have_scales_of_their_own() -> None:
         [{"query_scales": scales((B, N), n), "value_scales": scales((B, 2, M), n + 5)} for n in range(3)],
     )
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *of)
-    call = lambda of: flexjax.flex_attention(**given, **of, mask_mod=masks.causal)
+    call = lambda of: flexjax.flex_attention(**scaled(given, of), mask_mod=masks.causal)
     for n, out in enumerate(jax.vmap(call)(stacked)):
         np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(call(of[n]), np.float32), rtol=1e-2)
 
@@ -95,7 +102,7 @@ def test_heads_that_a_mesh_splits_keep_their_scales(kind: str) -> None:
     mesh = jax.make_mesh((2,), ("h",), axis_types=(types[kind],))
     given = arrays()
     of = {"query_scales": scales((B, N)), "key_scales": scales((B, M), 2), "value_scales": scales((B, 6, M), 1)}
-    call = lambda given, of: flexjax.flex_attention(**given, **of, mask_mod=masks.causal)
+    call = lambda given, of: flexjax.flex_attention(**scaled(given, of), mask_mod=masks.causal)
     want = call(given, of)
     by = lambda *axes: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     given = jax.device_put(given, by(None, None, "h"))
@@ -113,7 +120,7 @@ def test_new_scales_compile_nothing() -> None:
     @jax.jit
     def call(of: Arrays) -> jax.Array:
         traces.append(1)
-        return flexjax.flex_attention(**given, **of)
+        return flexjax.flex_attention(**scaled(given, of))
 
     for seed in range(3):
         call({"key_scales": scales((B, M), seed)})
@@ -137,7 +144,7 @@ def test_there_are_no_gradients() -> None:
 
 def test_scales_of_values_have_no_gradients() -> None:
     given = arrays()
-    loss = lambda scales: flexjax.flex_attention(**given, value_scales=scales).astype(jnp.float32).sum()
+    loss = lambda scales: flexjax.flex_attention(**scaled(given, {"value_scales": scales})).astype(jnp.float32).sum()
     with pytest.raises(NotImplementedError, match="A call with float8_e4m3fn inputs has no gradients"):
         jax.grad(loss)(jnp.ones((B, M)))
 
@@ -145,8 +152,8 @@ def test_scales_of_values_have_no_gradients() -> None:
 @pytest.mark.parametrize("size", [1e-14, 1e4])
 def test_scales_of_values_of_any_size(size: float) -> None:
     given, of = arrays(), scales((B, 6, M))
-    out = flexjax.flex_attention(**given, value_scales=of * size)
-    want = np.asarray(flexjax.flex_attention(**given, value_scales=of), np.float64) * size
+    out = flexjax.flex_attention(**scaled(given, {"value_scales": of * size}))
+    want = np.asarray(flexjax.flex_attention(**scaled(given, {"value_scales": of})), np.float64) * size
     np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2e-2, atol=1e-3 * size)
 
 
@@ -161,9 +168,9 @@ def test_dot_product_attention_takes_none() -> None:
 
 
 def test_the_report_says_so() -> None:
-    text = flexjax.explain(**arrays(), value_scales=scales((B, M)))
+    text = flexjax.explain(**scaled(arrays(), {"value_scales": scales((B, M))}))
     assert "float8_e4m3fn BTNH" in text
-    assert "value_scales" in text.splitlines()[0]
+    assert "value.scales" in text.splitlines()[0]
     assert "\n  in bfloat16: xla does not multiply float8_e4m3fn.\n" in text
     assert "backward pass: none. float8_e4m3fn inputs have no gradients." in text
 
@@ -188,26 +195,26 @@ def test_only_the_forward_pass_is_timed() -> None:
 REFUSED: dict[str, tuple[Arrays, str]] = {
     "heads": (
         {"query_scales": jnp.ones((B, 3))},
-        "`query_scales` is float32[2, 3]; expected float32[2, 4], a scale for each head, or float32[2, n, 4], one for each of n blocks. "
+        "`query.scales` is float32[2, 3]; expected float32[2, 4], a scale for each head, or float32[2, n, 4], one for each of n blocks. "
         "n divides the 24 tokens; the first dim may be 1.",
     ),
     "blocks": (
         {"key_scales": jnp.ones((B, 5, M))},
-        "`key_scales` is float32[2, 5, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
+        "`key.scales` is float32[2, 5, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
         "n divides the 36 tokens; the first dim may be 1.",
     ),
     "integers": (
         {"value_scales": jnp.ones((B, M), jnp.int32)},
-        "`value_scales` is int32[2, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
+        "`value.scales` is int32[2, 2]; expected float32[2, 2], a scale for each head, or float32[2, n, 2], one for each of n blocks. "
         "n divides the 36 tokens; the first dim may be 1.",
     ),
     "a number": (
         {"value_scales": 2.0},
-        "`value_scales` is a float; expected an array. Pass a jax.Array or a numpy array.",
+        "`value.scales` is a float; expected an array. Pass a jax.Array or a numpy array.",
     ),
     "dropout": (
-        {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)},
-        "`dropout_rate` is 0.1; expected 0.0 for float8_e4m3fn inputs, which have no gradients. Train in bfloat16.",
+        {"dropout": flexjax.Dropout(0.1, np.zeros(2, np.uint32))},
+        "`dropout` is Dropout(0.1, uint32[2]); expected None for float8_e4m3fn inputs, which have no gradients. Train in bfloat16.",
     ),
     "extra features": (
         {"query_scales": jnp.ones((B, N)), "query_extra": jnp.ones((B, T, N, 2), FLOAT8), "key_extra": jnp.ones((B, S, M, 2), FLOAT8)},
@@ -215,7 +222,7 @@ REFUSED: dict[str, tuple[Arrays, str]] = {
     ),
     "an origin": (
         {"query_scales": jnp.ones((B, N)), "origin": flexjax.Origin(query=4)},
-        "`query_scales` is given beside an origin; expected None. Cast the arrays to bfloat16 and multiply them by their scales.",
+        "`query.scales` is given beside an origin; expected None. Cast the arrays to bfloat16 and multiply them by their scales.",
     ),
 }  # fmt: skip
 
@@ -224,16 +231,47 @@ REFUSED: dict[str, tuple[Arrays, str]] = {
 def test_what_does_not_fit_is_refused(which: str) -> None:
     given, message = REFUSED[which]
     with pytest.raises(ValueError, match=r"^`") as caught:
-        flexjax.flex_attention(**arrays(), **given)
+        flexjax.flex_attention(**scaled(arrays(), given))
     assert str(caught.value) == message
+
+
+def test_what_takes_no_scales_says_so() -> None:
+    given = scaled(arrays(), {"query_scales": scales((B, N))})
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    for call in (
+        lambda: flexjax.dot_product_attention(query, key, value),
+        lambda: flexjax.attention_weights(query, key),
+        lambda: flexjax.nn.segment_attention(query, key, value, None),
+    ):
+        with pytest.raises(ValueError, match=r"^`") as caught:
+            call()
+        assert str(caught.value) == "`query` is a Quantized; expected an array. Pass a jax.Array or a numpy array."
+
+
+def test_the_old_keywords_of_scales_say_what_to_write() -> None:
+    with pytest.raises(TypeError) as caught:
+        flexjax.explain(**arrays(), key_scales=scales((B, M)))
+    assert str(caught.value) == (
+        "explain() got unexpected arguments key_scales; it takes those of flex_attention. In place of `key_scales` write "
+        "key=flexjax.Quantized(values, scales)."
+    )
+
+
+def test_shapes_stand_for_scaled_arrays() -> None:
+    given = scaled(arrays(), {"query_scales": scales((B, N)), "value_scales": scales((B, M))})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    assert flexjax.explain(**shapes, mask_mod=masks.causal) == flexjax.explain(**given, mask_mod=masks.causal)
+    tuning = flexjax.autotune(**shapes, seconds=0.01, cache=False, implementation="xla")
+    assert tuning.timings[0].seconds is not None
+    assert flexjax.profile(**given, seconds=0.0, implementation="xla").passes[0].name == "forward"
 
 
 def test_scales_are_for_float8() -> None:
     given = {name: x.astype(jnp.bfloat16) for name, x in arrays().items()}
     with pytest.raises(ValueError, match=r"^`") as caught:
-        flexjax.flex_attention(**given, key_scales=jnp.ones((B, M)))
+        flexjax.flex_attention(**scaled(given, {"key_scales": jnp.ones((B, M))}))
     assert str(caught.value) == (
-        "`key_scales` is given beside bfloat16 arrays; expected None, or arrays of float8_e4m3fn. Multiply the array itself by its scales."
+        "`key.scales` is given with values of bfloat16; expected values of float8_e4m3fn. Multiply the array itself by its scales."
     )
 
 
@@ -245,4 +283,10 @@ def test_a_sequence_that_a_mesh_splits_is_refused() -> None:
         flexjax.flex_attention(x, x, x, mask_mod=masks.causal, context=flexjax.ContextParallel("sp", layout))
     assert str(caught.value) == (
         "`query` is of dtype float8_e4m3fn beside context=; expected bfloat16. Cast query, key and value."
+    )
+    scaled_key = flexjax.Quantized(x, jnp.ones((1, 2)))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"^`") as caught:
+        flexjax.flex_attention(x, scaled_key, x, mask_mod=masks.causal, context=flexjax.ContextParallel("sp", layout))
+    assert str(caught.value) == (
+        "`key` is a Quantized beside context=; expected an array. Multiply its values by its scales."
     )

@@ -31,6 +31,19 @@ def test_the_table():
     assert "both passes" not in text
 
 
+def test_the_table_is_shown_and_says_when_the_machine_was_busy():
+    made = flexjax.profile(Q, K, K, backward=False, seconds=0.0, implementation="xla")
+    below = made._replace(passes=tuple(p._replace(predicted=p.seconds / 2) for p in made.passes))
+    assert repr(below) == str(below)
+    assert below._repr_html_() == f"<pre>{below}</pre>"
+    assert str(below).endswith("50.0%")
+    above = made._replace(passes=tuple(p._replace(predicted=p.seconds * 1.5) for p in made.passes))
+    assert str(above).splitlines()[-2].endswith("150.0%")
+    assert str(above).splitlines()[-1] == (
+        "above 100%: the machine was busy while its roofline was measured; profile again"
+    )
+
+
 @pytest.mark.slow
 def test_aux_outputs_and_one_query_are_profiled():
     made = flexjax.profile(Q[:, :1], K, K, return_aux=flexjax.AuxRequest(lse=True), seconds=0.0)

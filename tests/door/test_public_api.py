@@ -1,5 +1,6 @@
 """The door: what is exported, the signatures, docstrings, and what importing it does not import."""
 
+import dataclasses
 import inspect
 import pydoc
 import re
@@ -10,28 +11,34 @@ import types
 import pytest
 
 import flexjax
-from flexjax.call_arguments import Arguments
+from flexjax.call.arguments import Arguments, Keywords
 from flexjax.jax_nn import Options
+from flexjax.paged.call import PagedArguments, PagedKeywords
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "Origin", "Dropout", "Quantized", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
-    "context_layout", "ContextLayout", "merge_attention_states", "paged", "paged_attention", "ContextParallel", "SharedPrefix",
+    "context_layout", "ContextLayout", "merge_attention_states", "made_for", "paged", "paged_attention", "ContextParallel", "SharedPrefix",
 }
 FUNCTIONS = [
     "flex_attention", "paged_attention", "dot_product_attention", "create_block_mask", "context_layout", "merge_attention_states", "and_masks", "or_masks", "not_mask",
-    "chain_mods", "explain", "autotune", "profile", "attention_weights",
+    "chain_mods", "made_for", "explain", "autotune", "profile", "attention_weights",
 ]
 ALIASES = {"Layout", "Implementation"}
 
 SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
-        "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
-        "broadcast_dropout=False, query_extra=None, key_extra=None, query_seq_lengths=None, "
-        "key_value_seq_lengths=None, origin=None, precision=None, query_scales=None, key_scales=None, value_scales=None, context=None",
+        "layout='BTNH', kernel_options=None, dropout=None, "
+        "query_extra=None, key_extra=None, query_seq_lengths=None, "
+        "key_value_seq_lengths=None, origin=None, precision=None, "
+        "return_aux=None, implementation=None, context=None",
+    "paged_attention": "query, cache, table, *, score_mod=None, mask_mod=<function causal>, query_seq_lengths=None, cu_q_lens=None, "
+        "scale=None, sinks=None, shared=None, origin=None, kernel_options=None, return_aux=None, implementation=None",
+    "attention_weights": "query, key, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, layout='BTNH', "
+        "origin=None",
     "merge_attention_states": "outs, lses, axis=0",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
@@ -66,6 +73,7 @@ def test_names() -> None:
     assert mine == NAMES
     assert set(flexjax.__all__) == NAMES
     assert len(flexjax.__all__) == len(NAMES)
+    assert dir(flexjax) == sorted(flexjax.__all__)
     assert isinstance(flexjax.__version__, str)
 
 
@@ -93,10 +101,13 @@ def test_explain_and_autotune_take_the_keywords_of_flex_attention() -> None:
     named = {"query", "key", "value", "return_aux", "implementation"}
     of_meshes = {"context"}  # explain names it itself, and autotune times one device
     want = set(inspect.signature(flexjax.flex_attention).parameters) - named - of_meshes
-    assert set(Arguments.__annotations__) == want
+    assert set(Keywords.__annotations__) == want
+    assert {f.name for f in dataclasses.fields(Arguments)} == want | named - {"implementation"}
     for function in (flexjax.explain, flexjax.autotune):
         assert named <= set(inspect.signature(function).parameters)
-        assert all(name in (function.__doc__ or "") for name in want | named)
+        assert all(name in (function.__doc__ or "") for name in named)
+    paged = {f.name for f in dataclasses.fields(PagedArguments)}
+    assert paged == set(PagedKeywords.__annotations__) | {"query", "cache", "table", "return_aux"}
     taken = set(inspect.signature(flexjax.dot_product_attention).parameters)
     assert set(Options.__annotations__) == taken - {"query", "key", "value", "bias", "mask", "return_residual"}
 
@@ -108,7 +119,7 @@ def test_signatures(name: str) -> None:
         found = getattr(found, part)
     parameters = inspect.signature(found).parameters.values()  # type: ignore[arg-type]
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+    assert re.sub(" at 0x[0-9a-f]+", "", str(inspect.Signature(bare))) == f"({SIGNATURES[name]})"
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - ALIASES))
@@ -149,7 +160,6 @@ def test_small_types() -> None:
 def test_options_travel() -> None:
     """Copied, pickled, replaced."""
     import copy
-    import dataclasses
     import pickle
 
     options = KernelOptions(block_q=64, interpret=True)
@@ -160,7 +170,7 @@ def test_options_travel() -> None:
 
 def test_importing_the_package_imports_little() -> None:
     """No kernel language, no plots, no test tools; and running on a CPU imports none either. Where jax has a plugin for GPUs or TPUs,
-    dispatch.py imports the kernel language early, and says why.
+    passes/dispatch.py imports the kernel language early, and says why.
     """
     script = """
 import importlib.util, sys
@@ -171,7 +181,7 @@ x = jnp.ones((1, 4, 1, 4))
 for run in range(2):
     found = [n for n in sys.modules if n.split(".")[0] in ("matplotlib", "pytest", "hypothesis", "tqdm", "flax")]
     found += [n for n in sys.modules if n.startswith("jax.experimental.pallas") and not plugin]
-    found += [n for n in sys.modules if n.startswith(("flexjax.backends.mosaic", "flexjax.bench"))]
+    found += [n for n in sys.modules if n.startswith(("flexjax.backends.mosaic", "bench"))]
     assert not found, (run, found)
     flexjax.flex_attention(x, x, x, mask_mod=flexjax.masks.causal, implementation="xla")
 """

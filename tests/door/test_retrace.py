@@ -9,8 +9,8 @@ import pytest
 
 import flexjax
 from flexjax import masks, mods, paged
-from flexjax.call_arguments import DEFAULTS
-from flexjax.prepare import prepare
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from tests.arrays import array
 from tests.marks import some_slow
 
@@ -55,7 +55,7 @@ def gated(gate: jax.Array) -> jax.Array:
 
 
 def dropped(key: jax.Array) -> jax.Array:
-    return flexjax.flex_attention(*qkv(), dropout_rate=0.3, dropout_key=key)
+    return flexjax.flex_attention(*qkv(), dropout=flexjax.Dropout(0.3, key))
 
 
 def windowed(side: jax.Array) -> jax.Array:
@@ -118,7 +118,7 @@ def test_packed_layouts_share_their_programs(compilations: list[str]) -> None:
     plans, compiled = set(), []
     for seed in range(100):
         mask_mod = flexjax.and_masks(masks.causal, masks.document(packed(seed, 2048)[None]))
-        plans.add(prepare(q, k, v, **DEFAULTS | {"mask_mod": mask_mod}).plan.for_any_lists())
+        plans.add(prepare(Arguments(q, k, v, mask_mod=mask_mod)).plan.for_any_lists())
         compiled.append(len(compilations))
     assert len(plans) == 1
     assert compiled[-1] == compiled[9], "all that the analysis needs is compiled by then"

@@ -19,7 +19,7 @@ FACTORIES = {
     "prefix_lm": lambda at: masks.prefix_lm(np.array([10]) + at),
     "sliding_window": lambda at: masks.sliding_window(np.array([10]) + at),
     "causal_offset": lambda at: masks.causal_offset(np.array([3]) + at),
-    "media_intervals": lambda at: masks.media_intervals(np.array([[0, 10], [20, 40]]) + at, 8),
+    "media_intervals": lambda at: masks.media_intervals(np.array([[0, 10], [20, 40]]) + at, T // 2),
     "tree": lambda at: masks.tree(np.arange(-1, T - 1) + at),
     "big_bird": lambda at: masks.big_bird(T, 8, seed=0 * at),
 }

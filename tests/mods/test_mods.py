@@ -90,7 +90,7 @@ HEIGHT, RATE = positive(HEADS), positive(HEADS)
 TABLE, TABLE_H = drawn(2 * 9 - 1), drawn(HEADS, 2 * 11 - 1)
 PAIR, PAIR_H, PAIR_BH = drawn(QUERIES, KEYS), drawn(HEADS, QUERIES, KEYS), drawn(BATCH, HEADS, QUERIES, KEYS)
 PAIR_B = drawn(BATCH, 1, QUERIES, KEYS)
-BUCKETS_8, BUCKETS_5 = drawn(8, HEADS), drawn(5, HEADS)
+BUCKETS_8, BUCKETS_5 = drawn(HEADS, 8), drawn(HEADS, 5)
 K_1, K_B, K_BM, K_B1 = (
     positive(KEYS),
     positive(BATCH, KEYS),
@@ -139,12 +139,12 @@ CASES: dict[str, list[Case]] = {
         Case(
             lambda table: mods.t5_bias(table, bidirectional=True, max_distance=6),
             (BUCKETS_8,),
-            lambda s, b, h, q, k: s + BUCKETS_8[t5_bucket(k - q, 8, True, 6), h],
+            lambda s, b, h, q, k: s + BUCKETS_8[h, t5_bucket(k - q, 8, True, 6)],
         ),
         Case(
             lambda table: mods.t5_bias(table, bidirectional=False, max_distance=5),
             (BUCKETS_5,),
-            lambda s, b, h, q, k: s + BUCKETS_5[t5_bucket(k - q, 5, False, 5), h],
+            lambda s, b, h, q, k: s + BUCKETS_5[h, t5_bucket(k - q, 5, False, 5)],
         ),
     ],
     "relative_table": [
@@ -265,11 +265,11 @@ def test_docstrings_name_every_argument(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "identity"])
-def test_docstrings_say_that_sizes_are_not_checked(name: str) -> None:
+def test_docstrings_say_that_sizes_are_checked(name: str) -> None:
     function = getattr(mods, name)
     sized = "num_heads" in inspect.signature(function).parameters or "ndarray" in str(inspect.signature(function))
     text = " ".join((inspect.getdoc(function) or "").split())
-    assert ("not checked against" in text) == sized
+    assert bool(re.search(r"A call of (other sizes|another number of heads) raises ValueError\.", text)) == sized
 
 
 SMALL = drawn(2, 5), drawn(HEADS, QUERIES - 2, KEYS - 1)
@@ -284,7 +284,7 @@ TOO_SMALL = {
 
 
 @pytest.mark.parametrize("name", TOO_SMALL)
-def test_an_index_past_the_end_reads_the_last_element(name: str) -> None:
+def test_as_plain_functions_mods_read_the_last_element_past_the_end(name: str) -> None:
     small, padded = TOO_SMALL[name]
     np.testing.assert_array_equal(everywhere(small), everywhere(padded))
 
@@ -463,11 +463,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: mods.t5_bias(np.zeros(4, np.float32), bidirectional=True),
-        "`t5_bias`: `table` has shape (4,); expected [num_buckets, N], not empty. "
-        "Pass a learned bias for each bucket and query head.",
+        "`t5_bias`: `table` has shape (4,); expected [N, num_buckets], not empty. "
+        "Pass a learned bias for each query head and bucket.",
     ),
     (
-        lambda: mods.t5_bias(np.zeros((7, 2), np.float32), bidirectional=True),
+        lambda: mods.t5_bias(np.zeros((2, 7), np.float32), bidirectional=True),
         "`t5_buckets`: `num_buckets` is 7; expected an even int when `bidirectional` is True. "
         "Half of the buckets are for later keys.",
     ),
@@ -476,7 +476,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "`t5_buckets`: `max_distance` is 16; expected an int of at least 17. Nearer keys have their own bucket.",
     ),
     (
-        lambda: mods.t5_bias(np.zeros((8, 2), np.float32), bidirectional="no"),  # pyright: ignore[reportArgumentType]
+        lambda: mods.t5_bias(np.zeros((2, 8), np.float32), bidirectional="no"),  # pyright: ignore[reportArgumentType]
         "`t5_buckets`: `bidirectional` is 'no'; expected True or False. True is for encoders, False for decoders.",
     ),
     (

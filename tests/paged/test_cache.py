@@ -74,6 +74,33 @@ def test_a_page_takes_its_scale_from_its_first_token(dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(keys)[0, :3], k[0, :3], atol=0.07 * float(np.abs(k[0, :3]).max()))
 
 
+FORGOTTEN = {
+    "allocate": lambda table: table,
+    "a total in place of a difference": lambda table: paged.allocate(table, np.asarray([9, 1], np.int32))[0],
+    "a fork's copy": lambda table: paged.fork(table, np.asarray([-1, 0], np.int32)),
+    "release": lambda table: paged.release(table, np.asarray([True, False])),
+}
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_tokens_without_pages_are_refused_outside_of_jit(case: str) -> None:
+    cache, table = started([9, 0])
+    k, v = jnp.ones((2, 9, M, D)), jnp.ones((2, 9, M, E))
+    cache, table = paged.append(cache, table, k, v, query_seq_lengths=np.asarray([9, 0], np.int32))
+    table = FORGOTTEN[case](table)
+    counts = np.asarray([9, 9], np.int32)
+    r, old = 0, int(table.lengths[0])
+    sentence = (
+        f"`table` is without reserved pages for 9 new tokens of request {r}, which has {old}; expected pages for every new token. Call "
+        "table, granted = paged.allocate(table, table.lengths + counts) first, with totals, and append no tokens of requests that it does "
+        "not grant: counts = jnp.where(granted, counts, 0)."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        paged.append(cache, table, k, v, query_seq_lengths=counts)
+    _, after = jax.jit(paged.append)(cache, table, k, v, query_seq_lengths=counts)  # the result says it by its lengths
+    assert int(after.lengths[r]) == old
+
+
 def test_a_shared_page_is_copied_with_its_scales() -> None:
     rng = np.random.default_rng(2)
     k, v = tokens(rng, 2, 5), tokens(rng, 2, 5, dim=E)

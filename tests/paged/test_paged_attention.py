@@ -13,8 +13,8 @@ import pytest
 
 import flexjax
 from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
-from flexjax.backends.mosaic_gpu import decode_tiles
-from flexjax.paged_call import prepare_paged
+from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
+from flexjax.paged.call import PagedArguments, prepare_paged
 from tests.arrays import array
 from tests.cases.small import by_definition, launches, quick_jit
 from tests.marks import some_slow
@@ -149,7 +149,7 @@ def test_how_many_passes_ragged_queries_have(
 
     def plan(query: Array, cache: paged.PagedCache, table: paged.PageTable, ends: Array) -> None:
         call: Any = dict(cu_q_lens=ends, kernel_options=KernelOptions(block_q=block_q))
-        found.append(len(prepare_paged(query, cache, table, None, call)))
+        found.append(len(prepare_paged(PagedArguments(query, cache, table, **call))))
 
     cache = jax.eval_shape(lambda: paged.empty(40, 16, M, dim, dtype=dtype))
     query = jax.ShapeDtypeStruct((tokens, N, dim), "bfloat16" if dtype == "int8" else dtype)
@@ -171,7 +171,7 @@ def test_requests_of_many_ragged_queries_are_a_pass_of_their_own() -> None:
         cache = jax.tree.map(lambda x: x.astype("bfloat16"), cache)
         ends = np.cumsum([0, *counts[rows]]).astype(np.int32)
         flat = jnp.concatenate([q[r, : counts[r]] for r in rows] + [jnp.full((4, N, D), jnp.nan, q.dtype)])
-        names = [part.name for part in prepare_paged(flat, cache, table, None, dict(cu_q_lens=ends))]
+        names = [part.name for part in prepare_paged(PagedArguments(flat, cache, table, cu_q_lens=ends))]
         assert names == ["requests of few queries", "requests of many queries"]
         out, aux = jax.tree.map(np.asarray, attend(flat, cache, table, cu_q_lens=ends))
         assert not np.any(out[ends[-1] :])
@@ -221,9 +221,9 @@ def test_block_q_cuts_tiles_that_the_decode_kernel_takes(ragged: bool) -> None:
     else:
         pages = jnp.asarray(table.pages[:1, :1])
         call["shared"] = flexjax.SharedPrefix(jnp.asarray([0, 0]), pages, jnp.asarray([16]))
-    first = prepare_paged(query, cache, table, None, call)[0].call.plan
+    first = prepare_paged(PagedArguments(query, cache, table, **call))[0].call.plan
     assert first.q_len == 5
-    assert decode_tiles.decode_refuses(first) is None
+    assert decode_hopper_tiles.decode_refuses(first) is None
 
 
 @pytest.mark.parametrize("dtype", some_slow(["int8", "float8_e4m3fn", "bfloat16"], ["int8"]))

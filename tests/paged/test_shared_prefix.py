@@ -12,7 +12,7 @@ import pytest
 
 import flexjax
 from flexjax import AuxRequest, KernelOptions, SharedPrefix, paged
-from flexjax.paged_call import prepare_paged
+from flexjax.paged.call import PagedArguments, prepare_paged
 from tests.arrays import array
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
@@ -145,7 +145,7 @@ def test_a_prefix_is_read_once_for_sixteen_queries() -> None:
     @quick_jit
     def planned(shared: SharedPrefix) -> tuple[Any, ...]:
         """Queries and keys of each tile of the prefix, and how many blocks of their own all requests visit."""
-        prefix, own = prepare_paged(draw(1, 20, 1, N, D), cache, table, None, {"shared": shared})
+        prefix, own = prepare_paged(PagedArguments(draw(1, 20, 1, N, D), cache, table, shared=shared))
         lists = own.call.operands.lists
         assert lists is not None
         visited = sum(jnp.sum(x) for x in (lists.partial_num, lists.full_num) if x is not None)

@@ -197,7 +197,7 @@ def attend(row: Row, given: Arrays, layout: flexjax.ContextLayout | None, device
     turned = lambda x: jnp.swapaxes(x, 1, 2) if case.layout == "BTNH" else x
     options |= {name: turned(given[name]) for name in ("query_extra", "key_extra") if name in given}
     if case.dropout:
-        options |= {"dropout_rate": case.dropout, "dropout_key": jax.random.key(11)}
+        options |= {"dropout": flexjax.Dropout(case.dropout, jax.random.key(11))}
     if layout is not None:
         options["context"] = flexjax.ContextParallel("sequence", layout, row.method)  # type: ignore[arg-type]
     out, aux = flexjax.flex_attention(

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 import numpy as np
 import pytest
 
+from tests.context.test_context import KINDS, environment
 from tests.parallel.split_cases import NAMES, Row, arrays_of, row_of
-from tests.transforms.test_context import KINDS, environment
 
 SECONDS = 300
 """Within which a row has to be compiled and run."""
@@ -93,20 +93,13 @@ def refusal_of(row: Row) -> str | None:
     return None
 
 
-def _gathers_for_a_block_mask(row: Row, kind: str, groups: Any, size: int, in_loop: bool) -> bool:
-    """Whether a collective is a gather of what a traced mask captures: over explicit axes each device makes the whole block mask."""
-    captured = [x for name, x in arrays_of(row)[1].items() if name not in ("w", "u")]
-    limit = sum(x.nbytes for x in captured)
-    return row.kind == "explicit" and row.case.traced and kind == "all-gather" and size <= limit and not in_loop
-
-
 def assert_right(row: Row, outcome: dict[str, Any]) -> None:
     """`outcome`: what the child says of the row."""
     narrow = {f"d:{name}" for name, capture in row.case.captures if capture.dtype == "bfloat16"}
     bound = lambda name: 2.0**-7 if name in narrow else 1e-5 * row.case.loosen
     assert {name: off for name, off in outcome["each"].items() if off > bound(name)} == {}
     assert outcome["lies"] == [], "results that lie otherwise than their arrays"
-    found = [one for one in outcome["collectives"] if not _gathers_for_a_block_mask(row, *one)]
+    found = outcome["collectives"]
     checks_rounds = row.method is not None and (row.case.traced or any(row.case.lengths))
     kinds = set() if row.method is None else KINDS["auto" if checks_rounds else row.method]
     assert {kind for kind, *_ in found} <= kinds | {"all-reduce"}

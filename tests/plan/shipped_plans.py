@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 import flexjax
-from flexjax.bench.suites import MODS, SUITES
-from flexjax.call_arguments import DEFAULTS
+from bench.suites import MODS, SUITES
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.prepare import prepare
 
 FOLDER = pathlib.Path(flexjax.__file__).parent / "plan" / "tuned"
 PROBLEMS = {p.name: p for p in SUITES["gpu"]}
@@ -39,9 +39,10 @@ def plans(name: str) -> Iterator[tuple[str, KernelPlan]]:
         ways = {"mask_mod": {"mask_mod": mask}, "block_mask": {"block_mask": block_mask}}
     for way, more in ways.items():
         found: list[KernelPlan] = []
-        filled: typing.Any = DEFAULTS | arguments | more
+        filled: typing.Any = arguments | more
         jax.eval_shape(
-            lambda q, k, v, filled=filled, found=found: found.append(prepare(q, k, v, **filled).plan), *arrays
+            lambda q, k, v, filled=filled, found=found: found.append(prepare(Arguments(q, k, v, **filled)).plan),
+            *arrays,
         )
         yield way, found[0]
 

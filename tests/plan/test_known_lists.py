@@ -9,9 +9,10 @@ import pytest
 
 from flexjax import masks
 from flexjax.block_mask import host_or_program, transpose
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.known_lists import KnownLists
-from flexjax.prepare import prepare
 
 T = 1000
 
@@ -19,7 +20,7 @@ T = 1000
 def call(mask_mod=None, **more) -> tuple[KernelPlan, Operands]:
     """The plan and the operands of a call over T tokens in bfloat16, four query heads and two key heads."""
     query, key = jnp.zeros((1, T, 4, 64), jnp.bfloat16), jnp.zeros((1, T, 2, 64), jnp.bfloat16)
-    made = prepare(query, key, key, mask_mod=mask_mod, **more)
+    made = prepare(Arguments(query, key, key, mask_mod=mask_mod, **more))
     return made.plan, made.operands
 
 
@@ -104,6 +105,6 @@ def test_lists_by_head_and_large_and_traced_lists_are_not_kept():
     jax.eval_shape(lambda ids: plans.append(call(masks.document(ids))[0]), jax.ShapeDtypeStruct((T,), jnp.int32))
     assert plans[0].blocks.known is None
     long = jnp.zeros((1, 1 << 17, 1, 8), jnp.bfloat16)
-    large = prepare(long, long, long, mask_mod=masks.causal).plan
+    large = prepare(Arguments(long, long, long, mask_mod=masks.causal)).plan
     assert large.blocks is not None
     assert large.blocks.known is None

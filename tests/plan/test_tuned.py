@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import KernelOptions, dispatch, masks
+from flexjax import KernelOptions, masks
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import choose_kernel, forward_tiles, kernel_plans
-from flexjax.call_arguments import DEFAULTS
+from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel
+from flexjax.backends.mosaic_gpu.families import choose_kernel, hopper, kernel_plans
+from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.passes import dispatch
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.prepare import prepare
 from tests.arrays import array
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
 
@@ -36,6 +39,7 @@ BACK = {"block_q_bwd": 16, "block_kv_bwd": 48}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     monkeypatch.setenv("FLEXJAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuned, "WITHOUT_TILES", frozenset())  # the CPU of the tests stands for a device with tiles
     return tmp_path / "tuned.json"
 
 
@@ -49,8 +53,7 @@ def qkv(tokens: int = 96) -> tuple[jax.Array, ...]:
 
 
 def plan(tokens: int = 96, **options: typing.Any) -> KernelPlan:
-    filled: typing.Any = DEFAULTS | {"kernel_options": KernelOptions(**options)}
-    return prepare(*qkv(tokens), **filled).plan
+    return prepare(Arguments(*qkv(tokens), kernel_options=KernelOptions(**options))).plan
 
 
 def name_of(made: KernelPlan, device: str | None = None) -> str:
@@ -186,8 +189,8 @@ def test_names_of_problems() -> None:
     biased = []
     for seed in range(2):
         table = jnp.full(192, float(seed))
-        filled: typing.Any = DEFAULTS | {"score_mod": lambda s, b, h, q, kv, t=table: s + t[q - kv + 96]}
-        biased.append(prepare(*qkv(), **filled).plan)
+        score_mod = lambda s, b, h, q, kv, t=table: s + t[q - kv + 96]
+        biased.append(prepare(Arguments(*qkv(), score_mod=score_mod)).plan)
     assert name_of(biased[0]) == name_of(biased[1])
     names = {name_of(p) for p in (base, biased[0], *others)} | {name_of(base, "another chip")}
     names |= {tuned.digest(base, "mosaic_gpu", KIND, tuned.versions())}
@@ -238,8 +241,7 @@ def test_other_devices_and_versions_are_ignored(cache: pathlib.Path) -> None:
 
 
 def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled: typing.Any = DEFAULTS | {"mask_mod": masks.causal}
-    masked = prepare(*qkv(300), **filled).plan
+    masked = prepare(Arguments(*qkv(300), mask_mod=masks.causal)).plan
     tuned.write(cache, {name_of(masked): {"forward": made({"block_q": 100})}})
     refuses = lambda plan, target: "Tiles of 100 queries are refused." if plan.options.block_q == 100 else None
     monkeypatch.setattr(dispatch.backend("xla"), "refuses", refuses)
@@ -295,7 +297,7 @@ def test_the_tables_are_read() -> None:
 def backward_kernels(plan: KernelPlan) -> tuple:
     """The tiles of the kernels that run."""
     chosen = choose_kernel.backward_kernels(plan)
-    return (chosen.tiles,) if isinstance(chosen, choose_kernel.FusedKernel) else tuple(chosen)
+    return (chosen.tiles,) if isinstance(chosen, FusedKernel) else tuple(chosen)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SHIPPED}))
@@ -311,14 +313,16 @@ def test_the_tables_agree_with_the_heuristics(name: str) -> None:
         }
         assert {found.forward, found.backward} <= {"package", ""}
         filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **found.tiles))
-        own, given = (forward_tiles.forward_tile(kernel_plans.kernel_plan(p)) for p in (plan, filled))
+        own, given = (
+            forward_hopper_tiles.forward_tile(kernel_plans.kernel_plan(p, hopper.HOPPER)) for p in (plan, filled)
+        )
         assert given == own
         assert backward_kernels(filled) == backward_kernels(plan)
         for which in tuned.PASSES:
             if which in entry:
                 assert 0 < entry[which]["seconds"] < 0.1
                 file, heading = entry[which]["source"].split(", ", 1)
-                assert f"\n## {heading}\n" in (FOLDER.parents[1] / file).read_text()
+                assert f"\n## {heading}\n" in (ROOT / file).read_text()
 
 
 def test_the_user_comes_before_the_package(cache: pathlib.Path) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax.backends.mosaic_gpu import backward_fused_tiles, fused_choice
-from flexjax.bench import torch_flex
-from flexjax.call_arguments import DEFAULTS
-from flexjax.prepare import prepare
+from bench import torch_flex
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice, hopper_fused_tiles
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from tests.marks import some_slow
 from tools.device import check_one_kernel, check_sanitizer, time_mma
 
@@ -59,9 +59,9 @@ def test_one_kernel_of_128_queries_is_checked(name):
     *main, _ = problem.arrays(np.random.default_rng(0))
     words = problem.words(main[3] if main[3:] else None)
     options = flexjax.KernelOptions(deterministic=problem.deterministic)
-    plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
-    assert fused_choice.fused_is_faster(plan)
-    assert backward_fused_tiles.fused_tiles(plan).queries == 128
+    plan = prepare(Arguments(*main[:3], layout=problem.layout, kernel_options=options, **words)).plan
+    assert hopper_fused_choice.fused_is_faster(plan)
+    assert hopper_fused_tiles.fused_tiles(plan).queries == 128
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
@@ -144,12 +144,14 @@ def test_torch_and_ours_are_measured_in_turns_and_the_least_counts():
     assert events == ["first", "second", "ours"] * 3
 
 
-def test_random_problems_are_drawn_from_their_seed_alone():
+def test_random_problems_are_drawn_from_their_seed_alone(monkeypatch):
     check = _script()
     rows = [check.random_problem(seed) for seed in range(300)]
     assert rows == [check.random_problem(seed) for seed in range(300)]
     assert {row["mask"] for row in rows} == set(check._masks(None, 1, 1, 1, 1))
-    assert {row["mod"] for row in rows} == set(check._mods(1, 1, 1, 1))
+    assert {row["mod"] for row in rows} == set(check._all_mods(1, 1, 1, 1))
+    monkeypatch.setenv(check.SOAK_DTYPES, "float16")
+    assert [check.random_problem(seed) for seed in range(300)] == [row | {"dtype": "float16"} for row in rows]
 
 
 def test_a_wrong_result_is_seen():
@@ -187,7 +189,7 @@ def test_the_stages_of_a_first_call_are_timed():
 
 
 def test_heuristics_are_judged_by_the_fastest_tile():
-    from flexjax.time_tiles import Timing
+    from flexjax.tune.time_tiles import Timing
     from tools.device import check_heuristics
 
     seconds = dict(forward=(2.0, None, 1.6, 2.4), backward=(1.0,))

@@ -45,7 +45,7 @@ SHIPPED_SCORES = {
     "log_distance_penalty": (mods.log_distance_penalty(array(3), array(3)), "scalar, scalar"),
     "softcap": (mods.softcap(2.0), ""),
     "softcap_approx": (mods.softcap_approx(2.0), ""),
-    "t5_bias": (mods.t5_bias(array(8, 3), bidirectional=True, max_distance=6), "diagonal gather"),
+    "t5_bias": (mods.t5_bias(array(3, 8), bidirectional=True, max_distance=6), "diagonal gather"),
     "relative_table": (mods.relative_table(array(3, 79)), "diagonal slice"),
     "pair_bias": (mods.pair_bias(array(2, 3, 23, 37)), "tile slice"),
     "head_gate": (mods.head_gate(array(3)), "scalar"),

@@ -119,7 +119,7 @@ MODS = {
     "relative table": (mods.relative_table, (NORMAL(3, 17),)),
     "pair bias": (mods.pair_bias, (NORMAL(2, 3, 9, 7),)),
     "head gate": (mods.head_gate, (NORMAL(2, 3),)),
-    "t5": (lambda t: mods.t5_bias(t, bidirectional=True, max_distance=6), (NORMAL(8, 3),)),
+    "t5": (lambda t: mods.t5_bias(t, bidirectional=True, max_distance=6), (NORMAL(3, 8),)),
 }
 
 

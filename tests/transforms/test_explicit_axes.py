@@ -217,8 +217,7 @@ def test_dropout_and_extra_features() -> None:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, qx: jax.Array, kx: jax.Array) -> jax.Array:
         swap = lambda x: jnp.swapaxes(x, 1, 2)
         return flexjax.flex_attention(
-            *map(swap, (q, k, v)), layout="BNTH", query_extra=swap(qx), key_extra=swap(kx), dropout_rate=0.4,
-            dropout_key=jax.random.key(3), mask_mod=masks.causal,
+            *map(swap, (q, k, v)), layout="BNTH", query_extra=swap(qx), key_extra=swap(kx), dropout=flexjax.Dropout(0.4, jax.random.key(3)), mask_mod=masks.causal,
         )  # fmt: skip
 
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])

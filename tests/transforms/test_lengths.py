@@ -13,8 +13,9 @@ from flexjax import AuxRequest, Origin, masks
 from flexjax.backends import target as targets
 from flexjax.backends.xla.block_loop import row_at, walk
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.plan.kernel_plan import Lengths
-from flexjax.prepare import prepare
 from tests.arrays import array
 from tests.cases.small import by_definition, quick_jit
 
@@ -179,7 +180,7 @@ def test_tiles_past_a_length_are_not_visited(options: dict[str, Any], visits: li
     options["kernel_options"] = flexjax.KernelOptions(
         block_q=BLOCK, block_kv=S if "block_mask" not in options else BLOCK
     )
-    call = prepare(Q, K, V, **options)
+    call = prepare(Arguments(Q, K, V, **options))
     sizes = choose_tile_sizes(call.plan, targets.default())
     found = []
     for step in range(sizes.steps):

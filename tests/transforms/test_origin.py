@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import Implementation, Origin, masks, mods
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.ir import program as ir
 from flexjax.ir.origin import table_of_runs
-from flexjax.prepare import prepare
 from tests import compare, oracle
 from tests.arrays import array
 from tests.cases import CASES, Case
@@ -146,7 +148,7 @@ def permuted(
             chosen = {"block_mask": made}
         out = flexjax.flex_attention(
             q[entries, rows], k[entries, columns], v[entries, columns], score_mod=score_of(*captured),
-            dropout_rate=0.25, dropout_key=jax.random.key(1), implementation=implementation, **chosen,
+            dropout=flexjax.Dropout(0.25, jax.random.key(1)), implementation=implementation, **chosen,
         )  # fmt: skip
         out = jnp.zeros_like(out).at[entries, rows].set(out)
         return loss(out), out
@@ -157,7 +159,7 @@ def permuted(
 def whole(*a: jax.Array) -> Any:
     q, k, v, *captured = a
     out = flexjax.flex_attention(
-        q, k, v, score_mod=score_of(*captured), mask_mod=mask, dropout_rate=0.25, dropout_key=jax.random.key(1),
+        q, k, v, score_mod=score_of(*captured), mask_mod=mask, dropout=flexjax.Dropout(0.25, jax.random.key(1)),
         implementation="reference",
     )  # fmt: skip
     return loss(out), out
@@ -169,7 +171,7 @@ ORDERS = {
 }
 
 
-# test_context.py has calls whose sequence lies in runs, and tests/backends/mosaic_tpu/test_origin.py one of the kernels
+# context/test_context.py has calls whose sequence lies in runs, and tests/backends/mosaic_tpu/test_origin.py one of the kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "implementation", "known"), list(itertools.product(ORDERS, ("xla", "reference"), (True, False)))
@@ -300,7 +302,9 @@ def test_new_numbers_neither_trace_nor_compile() -> None:
 def load_classes(origin: Any, lengths: tuple[int, int]) -> list[str]:
     captured = arrays()[3:]
     x, y = normal(B, lengths[0], N, D), normal(B, lengths[1], M, D)
-    call = prepare(x, y, y, score_mod=score_of(*captured), origin=origin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the last batch entry and head lie past the captured arrays
+        call = prepare(Arguments(x, y, y, score_mod=score_of(*captured), origin=origin))
     assert call.plan.score is not None
     found = [str(ir.classify_load(load)) for load in call.plan.score.loads]
     return [f for f in found if f != ir.SCALAR]  # a scalar: where batch entries or heads begin

@@ -174,7 +174,7 @@ def test_mapped_integers_in_a_score_mod() -> None:
 @pytest.mark.parametrize("make", [lambda i: jax.random.key(i), lambda i: jax.random.PRNGKey(i)], ids=["typed", "raw"])
 def test_mapped_dropout_keys(make: Callable) -> None:
     keys = jnp.stack([make(i) for i in range(COPIES)])
-    run = lambda key: _call(dropout_rate=0.5, dropout_key=key)
+    run = lambda key: _call(dropout=flexjax.Dropout(0.5, key))
     folds(jax.vmap(run), keys)
     got = jax.vmap(run)(keys)
     np.testing.assert_allclose(got, _loop(run, keys), atol=1e-6)
@@ -185,7 +185,7 @@ def test_copies_share_a_key_that_is_not_mapped() -> None:
     query = jnp.stack([PROBLEMS["plain"].arrays()["query"]] * 2)
     arrays = PROBLEMS["plain"].arrays()
     run = lambda q: flexjax.flex_attention(
-        q, arrays["key"], arrays["value"], dropout_rate=0.5, dropout_key=jax.random.key(1)
+        q, arrays["key"], arrays["value"], dropout=flexjax.Dropout(0.5, jax.random.key(1))
     )
     got = jax.vmap(run)(query)
     np.testing.assert_array_equal(got[0], got[1])

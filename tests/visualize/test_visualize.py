@@ -10,7 +10,7 @@ import pytest
 
 import flexjax
 from flexjax import masks, mods, visualize
-from flexjax.visualize import dense
+from flexjax.look import figure_values
 
 Q = jax.random.normal(jax.random.key(0), (2, 12, 4, 8))
 K = jax.random.normal(jax.random.key(1), (2, 12, 2, 8))
@@ -79,7 +79,7 @@ def test_scores_are_grey_where_masked():
 
 def test_long_masks_are_drawn_by_blocks():
     (image,) = drawn(visualize.mask(masks.causal, 600, 1500))
-    tall, wide = dense.block_of(600), dense.block_of(1500)
+    tall, wide = figure_values.block_of(600), figure_values.block_of(1500)
     assert (tall, wide) == (3, 6)
     kept = np.arange(600)[:, None] >= np.arange(1500)
     np.testing.assert_allclose(image, kept.reshape(200, 3, 250, 6).mean((1, 3)))

@@ -31,8 +31,8 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float16")
 IMPLEMENTATION = "mosaic_gpu"
-INSTRUCTION, CARD = "CHECK_INSTRUCTION", "CHECK_CARD"
-"""Variables by which workers learn `--instruction` and `--card`."""
+INSTRUCTION, CARD, SOAK_DTYPES = "CHECK_INSTRUCTION", "CHECK_CARD", "CHECK_SOAK_DTYPES"
+"""Variables by which workers learn `--instruction`, `--card` and `--dtypes`."""
 
 
 def apply_environment() -> None:
@@ -43,7 +43,7 @@ def apply_environment() -> None:
 
     instruction, card = os.environ.get(INSTRUCTION), os.environ.get(CARD)
     if card:
-        from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+        from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 
         CARDS["9.0"] = dataclasses.replace(CARDS[card], capability="9.0")
     if instruction:
@@ -185,7 +185,7 @@ def random_problem(seed: int) -> dict[str, Any]:
     pick = lambda *options: options[rng.integers(len(options))]
     kv_heads = int(pick(1, 2, 3, 4))
     q_len = int(rng.integers(1, 700))
-    return dict(
+    row = dict(
         seed=seed,
         batch=int(pick(1, 1, 2, 3)),
         kv_heads=kv_heads,
@@ -202,6 +202,10 @@ def random_problem(seed: int) -> dict[str, Any]:
         sinks=bool(rng.random() < 0.2),
         deterministic=bool(rng.random() < 0.8),
     )
+    if rng.random() < 0.4:  # drawn last, so that all else is what the seed has always given
+        row["mod"] = str(pick(*_computed_mods(1, 1, 1, 1)))
+    dtypes = os.environ.get(SOAK_DTYPES, ",".join(DTYPES)).split(",")
+    return row if row["dtype"] in dtypes else row | dict(dtype=dtypes[seed % len(dtypes)])
 
 
 def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], Any]]:
@@ -291,6 +295,69 @@ def _mods(B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Ca
     )
 
 
+def _computed_mods(B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
+    """Like `_mods`, of captured arrays that are read at computed indices, and of rows that are closed."""
+    import jax.numpy as jnp
+
+    pairs = (N + 1) // 2
+    return dict(
+        pair_of_group=((pairs, T, S), lambda c: lambda s, b, h, q, k: s + c[h // 2, q, k]),
+        pair_of_modulo=((2, T, S), lambda c: lambda s, b, h, q, k: s + c[h % 2, q, k]),
+        pair_of_batch_head=((B * N, T, S), lambda c: lambda s, b, h, q, k: s + c[b * N + h, q, k]),
+        coarse=((N, T // 8 + 1, S // 8 + 1), lambda c: lambda s, b, h, q, k: s + c[h, q // 8, k // 8]),
+        slope_of_group=((pairs,), lambda c: lambda s, b, h, q, k: s - 0.1 * c[h // 2] * jnp.abs(q - k)),
+        gain_of_group=((pairs,), lambda c: lambda s, b, h, q, k: s * jnp.exp(0.2 * c[h // 2])),
+        backwards=((S,), lambda c: lambda s, b, h, q, k: s + c[S - 1 - k]),
+        bucket_of_group=((pairs, 33), lambda c: lambda s, b, h, q, k: s + c[h // 2, jnp.clip(q - k + 16, 0, 32)]),
+        closed_rows=((S,), lambda c: lambda s, b, h, q, k: jnp.where((q % 5 < 3) | (h == 2), s + c[k], -jnp.inf)),
+    )
+
+
+def _all_mods(B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
+    return _mods(B, N, T, S) | _computed_mods(B, N, T, S)
+
+
+def rounding_of_learned(row: dict[str, Any], arrays: dict[str, Any], learn: Any, sinks: Any, mods: tuple) -> float:
+    """The norm that the rounding of the weights gives the error of the gradient of `learn`: the root of the mean square over DRAWS
+    random roundings (docs/gradients.md).
+
+    arrays   q, k, v and w, the cotangent of out, in [B, N, T, D] order, float32
+    mods     score_mod as a function of `learn`, and mask_mod or None
+    """
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v, w = (arrays[n] for n in "qkvw")
+    B, N, T, D = q.shape
+    S = k.shape[2]
+    k, v = (jnp.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
+    at = jnp.meshgrid(*map(jnp.arange, (B, N, T, S)), indexing="ij")
+    raw = jnp.einsum("bhtd,bhsd->bhts", q, k) * D**-0.5
+    on = jnp.ones(raw.shape, bool) if mods[1] is None else jnp.vectorize(mods[1])(*at)
+    scores = lambda c: raw if mods[0](c) is None else jnp.vectorize(mods[0](c))(raw, *at)
+    made, pull = jax.vjp(scores, learn)
+    top = sinks[:, None] if row["sinks"] else -jnp.inf
+    lse = jnp.logaddexp(jax.nn.logsumexp(jnp.where(on, made, -jnp.inf), -1), top)[..., None]
+    p = jnp.where(on & jnp.isfinite(lse), jnp.exp(made - lse), 0.0)
+    size = p * jnp.abs(jnp.einsum("bhtd,bhsd->bhts", w, v))
+
+    def squared_norm(key: Any) -> Any:
+        off = size * jax.random.uniform(key, p.shape, minval=-1.0)
+        # both passes round alike in bfloat16, each for itself in float16
+        shared = -p * off.sum(-1, keepdims=True)
+        return jnp.sum(pull(shared + off if row["dtype"] == "bfloat16" else shared)[0] ** 2)
+
+    squares = jax.jit(lambda keys: jax.lax.map(squared_norm, keys))(jax.random.split(jax.random.key(0), DRAWS))
+    return UNIT[row["dtype"]] * float(jnp.mean(squares)) ** 0.5
+
+
+DRAWS = 8
+UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""The largest relative error of a weight rounded to that type."""
+SIGMAS = 4.0
+"""How many times `rounding_of_learned` an error may be."""
+
+
 def soak(seed: int) -> str:
     """Runs the random problem of this seed, forward and gradients, against dense float32 attention on the same
     device.
@@ -309,7 +376,7 @@ def soak(seed: int) -> str:
     E, dtype = row["value_dim"] or D, row["dtype"]
     turn = (lambda x: x) if row["layout"] == "BNTH" else (lambda x: jnp.swapaxes(x, 1, 2))
     mask_mod = _masks(rng, B, N, T, S)[row["mask"]]()
-    shape, mod_of = _mods(B, N, T, S)[row["mod"]]
+    shape, mod_of = _all_mods(B, N, T, S)[row["mod"]]
     shapes = dict(q=(B, N, T, D), k=(B, M, S, D), v=(B, M, S, E), w=(B, N, T, E))
     drawn = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items()}
     w = drawn.pop("w")
@@ -356,20 +423,29 @@ def soak(seed: int) -> str:
         dense = functools.partial(loss, mask_mod=mask_mod, implementation="reference")
         in_float32 = {n: x.astype(jnp.float32) for n, x in drawn.items()}
         want = jax.jit(jax.value_and_grad(dense, argnums=(0, 1, 2), has_aux=True))(in_float32, learn, sinks)
+        more = SIGMAS * rounding_of_learned(
+            row, in_float32 | dict(w=w.astype(jnp.float32)), learn, sinks, (mod_of, mask_mod)
+        )
     flat = lambda r: dict(out=r[0][1][0], lse=r[0][1][1], **r[1][0], learn=r[1][1], sinks=r[1][2])
     for name, x in flat(first).items():
         try:
-            _close(name, np.asarray(x, np.float64), np.asarray(flat(want)[name], np.float64), dtype)
+            _close(
+                name,
+                np.asarray(x, np.float64),
+                np.asarray(flat(want)[name], np.float64),
+                dtype,
+                more * (name == "learn"),
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}; {row}") from None
     return "ok"
 
 
-def _close(name: str, got: Any, want: Any, dtype: str) -> None:
+def _close(name: str, got: Any, want: Any, dtype: str, more: float = 0.0) -> None:
     """Raises AssertionError where `got` has a NaN, is infinite where `want` is not or the other way round, or differs
     too much from `want`.
 
-    The norm of the difference may be 2% (bfloat16) or 0.4% (float16) of norm(want) + 0.05 sqrt(n), for n numbers. The
+    The norm of the difference may be 2% (bfloat16) or 0.4% (float16) of norm(want) + 0.05 sqrt(n), for n numbers, and `more`. The
     second term is for sums that cancel, of terms of about 1.
     """
     import numpy as np
@@ -379,7 +455,7 @@ def _close(name: str, got: Any, want: Any, dtype: str) -> None:
     live = np.isfinite(want)
     assert np.array_equal(np.isfinite(got), live), f"{name}: infinite at other places than expected"
     gap, size = (np.linalg.norm(np.where(live, x, 0)) for x in (np.where(live, got, 0) - np.where(live, want, 0), want))
-    allowed = dict(bfloat16=2e-2, float16=4e-3)[dtype] * (size + 0.05 * max(got.size, 1) ** 0.5)
+    allowed = dict(bfloat16=2e-2, float16=4e-3)[dtype] * (size + 0.05 * max(got.size, 1) ** 0.5) + more
     assert gap <= allowed, f"{name}: error {gap:.3g} exceeds {allowed:.3g} (norm {size:.3g}, {got.size} numbers)"
 
 
@@ -534,7 +610,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--golden", help="folder of run.py, cases.py and expected.npz")
     parser.add_argument("--only", default="*", help="comma-separated shell patterns of conformance cases; '' for none")
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="of the conformance cases and of the soak")
     parser.add_argument("--json", help="write every verdict there")
     parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
@@ -544,7 +620,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.card and args.instruction != "mma":
         parser.error("--card goes with --instruction mma")
-    for name, value in ((INSTRUCTION, args.instruction), (CARD, args.card)):
+    for name, value in ((INSTRUCTION, args.instruction), (CARD, args.card), (SOAK_DTYPES, args.dtypes)):
         if value:
             os.environ[name] = value
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -558,11 +634,11 @@ def main() -> int:
         print(random_problem(args.soak_seed))
         print(soak(args.soak_seed))
         return 0
-    import flexjax.dispatch
+    import flexjax.passes.dispatch
     from tests.cases import CASES
     from tests.cases.placed import PLACED
 
-    assert IMPLEMENTATION in flexjax.dispatch.NAMES
+    assert IMPLEMENTATION in flexjax.passes.dispatch.NAMES
     until = time.time() + args.seconds - 35
     names = [n for n in CASES if any(fnmatch.fnmatch(n, pattern) for pattern in args.only.split(","))]
     tasks: list[Task] = [("conformance", n, d) for n in names for d in args.dtypes.split(",")]

@@ -5,7 +5,7 @@ Not collected by pytest. Runs `flexjax.autotune` on problems of the benchmark an
 heuristics' tile, its first candidate, takes than the fastest, for the forward pass and for both passes. Fails where
 that is over 5%, or where the time was up before any other candidate was tried.
 
-    --suite NAME      of flexjax/bench/suites.py
+    --suite NAME      of bench/suites.py
     --problems TEXT   the problems of these names, separated by semicolons
     --seconds N       for each problem
     --within X        the most that a heuristic's tile may take, in times of the fastest
@@ -31,8 +31,8 @@ def search(problem: Any, seconds: float) -> Any:
     import jax
 
     import flexjax
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import MODS
+    from bench import gpu_peers
+    from bench.suites import MODS
 
     arrays, array = gpu_peers.on_device(problem)
     words: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--within", type=float, default=1.05)
     arguments = parser.parse_args()
-    from flexjax.bench.suites import SUITES
+    from bench.suites import SUITES
 
     rows, failed = [], False
     for name in arguments.problems.split(";"):

@@ -51,7 +51,7 @@ def timed(mesh: Mesh) -> int:
     """Times causal attention forward and backward, on one GPU and on all, and prints both; returns 1 where their
     results differ, else 0.
     """
-    from flexjax.bench.gpu_peers import device_time
+    from bench.gpu_peers import device_time
 
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (4, 8192, 16, 128), jnp.bfloat16) for key in keys)

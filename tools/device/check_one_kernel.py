@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax import KernelOptions, flex_attention, masks
-from flexjax.backends.mosaic_gpu import backward_fused_tiles
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_tiles
 from flexjax.plan.kernel_plan import KernelPlan
 
 TOLERANCE, GROUPED = 2e-3, 4e-3  # of the norm of a gradient; partial dK and dV of grouped heads are rounded once more
@@ -144,23 +144,23 @@ def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tup
     The heuristics are as before at the return; with `fused` they still choose, and the list is empty if they take two
     kernels. The order of additions is the one that the problem asks for, also where the other is faster.
     """
-    from flexjax.backends.mosaic_gpu import fused_choice
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
 
     found: list[int] = []
-    choose, in_order = fused_choice.fused_is_faster, fused_choice.adds_in_order
+    choose, in_order = hopper_fused_choice.fused_is_faster, hopper_fused_choice.adds_in_order
 
     def watched(plan: KernelPlan) -> bool:
         """Whether the fused kernel is taken; notes the queries of its tile in `found`."""
-        tiles = backward_fused_tiles.fused_tiles(plan) if fused and choose(plan) else None
+        tiles = hopper_fused_tiles.fused_tiles(plan) if fused and choose(plan) else None
         found.extend([] if tiles is None else [tiles.queries])
         return tiles is not None
 
-    fused_choice.fused_is_faster = watched
-    fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
+    hopper_fused_choice.fused_is_faster = watched
+    hopper_fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
     try:
         return jax.jit(problem.gradients).lower(*arrays), found
     finally:
-        fused_choice.fused_is_faster, fused_choice.adds_in_order = choose, in_order
+        hopper_fused_choice.fused_is_faster, hopper_fused_choice.adds_in_order = choose, in_order
 
 
 def norm(x: jax.Array) -> float:

@@ -17,7 +17,7 @@ import time
 import traceback
 import typing
 
-from flexjax.backends.mosaic_gpu import sm80_cards
+from flexjax.backends.mosaic_gpu.machine import mma_cards
 from tests.backends.mosaic_gpu import test_pages
 from tests.paged import test_on_kernels
 
@@ -33,7 +33,7 @@ def main() -> int:
         parser.error("--card goes with --instruction mma")
     test_pages.INSTRUCTION = args.instruction
     if args.card:
-        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
+        mma_cards.CARDS["9.0"] = dataclasses.replace(mma_cards.CARDS[args.card], capability="9.0")
     checks: dict[str, tuple[typing.Any, ...]] = {name: (test_pages.check_case, name) for name in test_pages.CASES}
     checks |= {
         check.__name__: (check,)

@@ -127,11 +127,11 @@ def one_kernel(name: str) -> typing.Any:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.backends.mosaic_gpu import fused_choice
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
 
     dim, deterministic = 64 if "64" in name else 128, "any_order" not in name
     full = deterministic and "causal" not in name
-    fused_choice.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
+    hopper_fused_choice.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""
@@ -146,7 +146,7 @@ def one_kernel(name: str) -> typing.Any:
 
 def chosen_kernel(name: str) -> typing.Any:
     """The gradients of q, k and v of the sum of squares of attention: with three consumer warpgroups under a mask and dQ added upward
-    ("three_groups"), with the ring of long rows ("third_key_slot"), by mma.sync with columns split between warpgroups ("split_columns"), or
+    ("hopper_three_groups"), with the ring of long rows ("third_key_slot"), by mma.sync with columns split between warpgroups ("split_columns"), or
     split by residues ("split_by_residues").
 
     It makes the heuristics choose these kernels for the rest of the process.
@@ -155,7 +155,9 @@ def chosen_kernel(name: str) -> typing.Any:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.backends.mosaic_gpu import dq_order, fused_choice, three_groups
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+    from flexjax.backends.mosaic_gpu.forward import hopper_three_groups
+    from flexjax.backends.mosaic_gpu.machine import dq_order
 
     mask_mod, dim, instruction, tokens = {
         "three_groups": (flexjax.masks.causal, 64, None, 640),
@@ -163,9 +165,9 @@ def chosen_kernel(name: str) -> typing.Any:
         "split_columns": (flexjax.masks.causal, 256, "mma", 300),
         "split_by_residues": (flexjax.masks.dilated_window(64, 4), 64, None, 1021),
     }[name]
-    three_groups.SPEED_UNDER_MASK = dq_order.MOST_UPWARD_DELAY = 100.0
+    hopper_three_groups.SPEED_UNDER_MASK = dq_order.MOST_UPWARD_DELAY = 100.0
     if name == "three_groups":
-        fused_choice.fused_is_faster = lambda plan: True
+        hopper_fused_choice.fused_is_faster = lambda plan: True
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""
@@ -184,12 +186,12 @@ def planted_kernel(tool: str) -> typing.Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from flexjax.backends.mosaic_gpu import memory, registers
+    from flexjax.backends.mosaic_gpu.machine import memory, registers
 
     def past_the_end(x_ref: typing.Any, out_ref: typing.Any) -> None:
         """Reads elements whose numbers are 2^28 and more, past the end of the input."""
         rows = registers.row_iota(128) + jnp.int32(1 << 28)
-        out_ref[...] = memory.gather(x_ref, (rows,), (True,), "row", (128,), interpret=False)
+        out_ref[...] = memory.gather(x_ref, (rows,), (True,), "row", (128,))
 
     def without_a_barrier(x_ref: typing.Any, out_ref: typing.Any) -> None:
         """Reads elements of shared memory that other warps have written, without a barrier between."""

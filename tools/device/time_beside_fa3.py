@@ -8,7 +8,7 @@ forward. FlashAttention-3 adds in any order. Results are compared; the exit stat
 compile while those of one are lowered, and the last lines have the worst and the median ratio of each pass. About 100 s on 16 cores for
 all workloads of the gpu suite.
 
-    --suite NAME     of flexjax/bench/suites.py: gpu, or gpu-sweep with its many lengths and head counts
+    --suite NAME     of bench/suites.py: gpu, or gpu-sweep with its many lengths and head counts
     --only TEXT      workloads whose names contain one of these, by semicolons
     --rounds N       measurements of each program (7)
     --seconds N      begin no other line after so long (120)
@@ -52,8 +52,8 @@ def programs_of(problem: typing.Any, pool: ThreadPoolExecutor) -> list[Program]:
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import FA3
+    from bench import gpu_peers
+    from bench.suites import FA3
 
     shape = lambda n: jax.ShapeDtypeStruct((problem.batch, problem.length, n, problem.dim), jnp.dtype(problem.dtype))
     q, kv = shape(problem.heads), shape(problem.kv_heads)
@@ -84,7 +84,7 @@ def line_of(problem: typing.Any, programs: list[Program], rounds: int) -> tuple[
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
 
     arrays, _ = gpu_peers.on_device(problem)
     q, k, v, d_out = (arrays[name] for name in ("q", "k", "v", "d_out"))
@@ -123,8 +123,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=120)
     args = parser.parse_args()
-    from flexjax.bench import report
-    from flexjax.bench.suites import SUITES
+    from bench import report
+    from bench.suites import SUITES
 
     began, pool = time.monotonic(), ThreadPoolExecutor(14)
     named = {p.name: p for p in SUITES[args.suite]}

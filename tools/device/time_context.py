@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks
-from flexjax.parallel import context_lists
+from flexjax.context import lists as context_lists
 
 CALLS = 5
 """Calls back to back whose mean is one time of a program."""

@@ -1,6 +1,6 @@
 """Times other configurations of the decode kernel on a GPU: `PYTHONPATH=. python3 tools/device/time_decode.py`.
 
-Not collected by pytest. `python -m flexjax.bench --suite decode` times the kernel as users get it, beside its peers; this tool takes
+Not collected by pytest. `python -m bench --suite decode` times the kernel as users get it, beside its peers; this tool takes
 single cases of that suite, by the times of their kernels, and runs its three plain cases with other tiles, chunks and rings. A line
 that fails says why and the others go on. About a minute on an H200, of which most is compilation.
 
@@ -22,12 +22,17 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles, decode_sm90, decode_tiles, sm80_cards
-from flexjax.bench import decode_peers
-from flexjax.bench.decode_cases import DECODE_SUITES, OWN_PEER, DecodeCase
-from flexjax.bench.decode_peers import Arrays, Outs, Run, compiled_case
-from flexjax.bench.kernel_times import kernel_times
-from flexjax.prepare import prepare
+from bench import decode_peers
+from bench.decode_cases import DECODE_SUITES, OWN_PEER, DecodeCase
+from bench.decode_peers import Arrays, Outs, Run, compiled_case
+from bench.kernel_times import kernel_times
+from flexjax.backends.mosaic_gpu.decode import hopper as decode_hopper
+from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
+from flexjax.backends.mosaic_gpu.decode import mma as decode_mma
+from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
+from flexjax.backends.mosaic_gpu.machine import mma_cards
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.types import KernelOptions
 
 PLAIN = ("B16 S32k", "B1 S128k", "B64 S4k")
@@ -50,17 +55,17 @@ def with_sizes(instruction: str | None, block_kv: int, stages: int, chunk: int) 
 
     def run(arrays: Arrays) -> Outs:
         """The result of the decode kernel for the first of the caches in `arrays`, in a tuple."""
-        call = prepare(*(arrays[name][0] for name in ("query", "key", "value")), return_aux=None)
+        call = prepare(Arguments(*(arrays[name][0] for name in ("query", "key", "value"))))
         cores = jax.devices()[0].core_count
         if instruction is None:
-            tile = dataclasses.replace(decode_tiles.decode_tile(call.plan), programs=cores, **sizes)
-            assert decode_tiles.decode_fits(tile), sizes
-            return (decode_sm90.forward(call.plan, call.operands, tile).out,)
-        card = sm80_cards.CARDS["9.0"]
-        made = dataclasses.replace(decode_sm80_tiles.mma_decode_tile(call.plan, card), **sizes)
+            tile = dataclasses.replace(decode_hopper_tiles.decode_tile(call.plan), programs=cores, **sizes)
+            assert decode_hopper_tiles.decode_fits(tile), sizes
+            return (decode_hopper.forward(call.plan, call.operands, tile).out,)
+        card = mma_cards.CARDS["9.0"]
+        made = dataclasses.replace(decode_mma_tiles.mma_decode_tile(call.plan, card), **sizes)
         assert made.resident_ctas(card), (sizes, card)
         made = dataclasses.replace(made, programs=cores * made.resident_ctas(card))
-        return (decode_sm80.forward(call.plan, call.operands, made).out,)
+        return (decode_mma.forward(call.plan, call.operands, made).out,)
 
     return run
 
@@ -134,7 +139,7 @@ def main() -> int:
     if args.card and args.instruction != "mma":
         parser.error("--card goes with --instruction mma")
     if args.card:
-        sm80_cards.CARDS["9.0"] = dataclasses.replace(sm80_cards.CARDS[args.card], capability="9.0")
+        mma_cards.CARDS["9.0"] = dataclasses.replace(mma_cards.CARDS[args.card], capability="9.0")
     failed = 0
     sizes = SIZES if args.instruction is None else MMA_SIZES
     if args.sizes or args.only:

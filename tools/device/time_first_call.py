@@ -5,7 +5,7 @@ flexjax and run one matrix product. Before, flexjax is compiled to bytecode, as 
 the block mask; tracing; lowering to kernels; compiling; the first run; their sum; and the same again for a second program with
 the same attention.
 
-    --suite NAME      of flexjax/bench/suites.py
+    --suite NAME      of bench/suites.py
     --problems TEXT   the problems of these names, separated by semicolons
 """
 
@@ -25,12 +25,12 @@ STAGES = ("mask", "trace", "lower", "compile", "run")
 
 
 def stages(problem: Any) -> list[float]:
-    """Seconds that each of STAGES takes for a problem of flexjax/bench/suites.py, in this process: both passes
+    """Seconds that each of STAGES takes for a problem of bench/suites.py, in this process: both passes
     together; the operands are on the device before.
     """
     import jax
 
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
 
     arrays, array = gpu_peers.on_device(problem)
     jax.block_until_ready((arrays, array))
@@ -61,10 +61,10 @@ def stages(problem: Any) -> list[float]:
 def one(suite: str, name: str) -> None:
     """Times a problem twice in this process and prints its row of the table.
 
-    suite, name   of the problem, in flexjax/bench/suites.py
+    suite, name   of the problem, in bench/suites.py
     """
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     gpu_peers.facts()  # wakes the device
     problem = next(p for p in SUITES[suite] if p.name == name)

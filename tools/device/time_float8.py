@@ -74,15 +74,17 @@ def programs_of(case: tuple[int, int, int, Words, str], tokens: int, pool: Threa
     batch, rng = max(1, TOKENS // tokens), np.random.default_rng(0)
     draw = lambda n: jnp.asarray(rng.standard_normal((batch, tokens, n, dim)), jnp.float32).astype(jnp.float8_e4m3fn)
     narrow = draw(heads), draw(kv_heads), draw(kv_heads)
-    shape = lambda name, n: (batch, tokens // 128, n) if by == "block" and name != "value_scales" else (batch, n)
-    names = {"query_scales": heads, "key_scales": kv_heads, "value_scales": kv_heads} if by else {}
-    scales = {name: jnp.ones(shape(name, n)) for name, n in names.items()}
+    shape = lambda n: (batch, tokens // 128, n) if by == "block" else (batch, n)
+    shapes = shape(heads), shape(kv_heads), (batch, kv_heads)
+    scaled = lambda x, of: flexjax.Quantized(x, jnp.ones(of)) if by else x
     made: dict[str, typing.Any] = {}
-    for name, arrays, more in (
-        ("bfloat16", tuple(x.astype(jnp.bfloat16) for x in narrow), {}),
-        ("float8", narrow, scales),
+    for name, arrays, shapes_of in (
+        ("bfloat16", tuple(x.astype(jnp.bfloat16) for x in narrow), None),
+        ("float8", narrow, shapes),
     ):
-        call = lambda q, k, v, more=more: flexjax.flex_attention(q, k, v, implementation="mosaic_gpu", **words, **more)
+        call = lambda *main, shapes_of=shapes_of: flexjax.flex_attention(
+            *(main if shapes_of is None else map(scaled, main, shapes_of)), implementation="mosaic_gpu", **words
+        )
         lowered = jax.jit(call).lower(*arrays)
         made[name] = pool.submit(lambda lowered=lowered, arrays=arrays: Program(lowered.compile(), arrays))
     return made

@@ -3,7 +3,7 @@
 Not collected by pytest. A configuration is a set of fields of `ForwardTile` that replace what the heuristics choose.
 Before it is timed, its result is compared with that of the default.
 
-    --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by semicolons
+    --problems TEXT   of the gpu suite (bench/suites.py), those whose names contain one of these, by semicolons
     --tiles TEXT      names of configurations in TILES, by semicolons
     --minutes N       begin no other problem after that long
 """
@@ -51,18 +51,18 @@ def measure(problem: Any, fields: dict[str, Any], operands: tuple[Any, ...]) -> 
     """
     import jax
 
-    from flexjax.backends.mosaic_gpu import forward_tiles
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
+    from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
 
-    chosen = forward_tiles.forward_tile
-    forward_tiles.forward_tile = lambda plan: dataclasses.replace(chosen(plan), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = forward_hopper_tiles.forward_tile
+    forward_hopper_tiles.forward_tile = lambda plan: dataclasses.replace(chosen(plan), **fields)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         jax.clear_caches()
         forward = jax.jit(gpu_peers.flexjax(problem))
         out = jax.block_until_ready(forward(*operands))
         return 1e3 * gpu_peers.device_time(forward, *operands)[0], out
     finally:
-        forward_tiles.forward_tile = chosen
+        forward_hopper_tiles.forward_tile = chosen
 
 
 def main() -> int:
@@ -79,8 +79,8 @@ def main() -> int:
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     asked = [t for t in args.tiles.split(";") if t] or list(TILES)
     wrong = 0

@@ -3,7 +3,7 @@
 Not collected by pytest. A step is the forward and backward pass together; one line per kernel, the median of several
 steps.
 
-    --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by semicolons
+    --problems TEXT   of the gpu suite (bench/suites.py), those whose names contain one of these, by semicolons
     --any-order       KernelOptions(deterministic=False)
 """
 
@@ -47,8 +47,8 @@ def main() -> None:
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     for problem in SUITES["gpu"]:
         if not any(part in problem.name for part in args.problems.split(";")):

@@ -32,8 +32,8 @@ def main() -> int:
     import numpy as np
 
     import flexjax
+    from bench.kernel_times import kernel_times
     from flexjax import paged
-    from flexjax.bench.kernel_times import kernel_times
 
     requests, last = args.decoding + 1, args.context + args.chunk
     columns = -(-max(args.keys, last) // PAGE)

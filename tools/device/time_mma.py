@@ -65,9 +65,9 @@ def torch_calls(problem: Any) -> dict[str, tuple[Callable[[], Any], Callable[[],
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from flexjax.bench import torch_flex
-    from flexjax.bench.inputs import random_arrays
-    from flexjax.bench.suites import MODS
+    from bench import torch_flex
+    from bench.inputs import random_arrays
+    from bench.suites import MODS
 
     torch._dynamo.reset()
     arrays, array = random_arrays(problem)
@@ -113,8 +113,8 @@ def serve_torch(name: str) -> None:
 
     name   of the workload, one of the gpu suite
     """
-    from flexjax.bench import torch_flex
-    from flexjax.bench.suites import SUITES
+    from bench import torch_flex
+    from bench.suites import SUITES
 
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
     failed: dict[str, Any] = {}
@@ -227,10 +227,10 @@ def forward(problem: Any, instruction: str | None, fields: dict[str, Any]) -> An
     import jax
 
     import flexjax
-    from flexjax.backends.mosaic_gpu import forward_sm80_tiles
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
+    from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
 
-    chosen, attend = forward_sm80_tiles.forward_tile, flexjax.flex_attention
+    chosen, attend = forward_mma_tiles.forward_tile, flexjax.flex_attention
 
     def asking(*arrays: Any, kernel_options: Any = None, **options: Any) -> Any:
         """flex_attention with the instruction among its options."""
@@ -240,11 +240,11 @@ def forward(problem: Any, instruction: str | None, fields: dict[str, Any]) -> An
     def run(*operands: Any) -> Any:
         """The call, under the replaced functions."""
         replaced = lambda plan, card: dataclasses.replace(chosen(plan, card), **fields)
-        forward_sm80_tiles.forward_tile, flexjax.flex_attention = replaced, asking
+        forward_mma_tiles.forward_tile, flexjax.flex_attention = replaced, asking
         try:
             return jax.jit(gpu_peers.flexjax(problem)).trace(*operands).lower().compile()
         finally:
-            forward_sm80_tiles.forward_tile, flexjax.flex_attention = chosen, attend
+            forward_mma_tiles.forward_tile, flexjax.flex_attention = chosen, attend
 
     return run
 
@@ -273,8 +273,8 @@ def main() -> int:
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     names, began = args.workloads.split(";"), time.perf_counter()
     caches = tempfile.mkdtemp()  # of the processes whose code is compiled for mma.sync

@@ -2,7 +2,7 @@
 
 Not collected by pytest. A line for each workload and choice of sizes: milliseconds of the backward pass, its TFLOP/s, and the ratio to
 the kernels for Hopper, with whose gradients every result is compared first; the exit status is 1 where one differs. About two minutes.
-Torch's backward passes on the same card: `python -m flexjax.bench --suite gpu --peers torch`.
+Torch's backward passes on the same card: `python -m bench --suite gpu --peers torch`.
 
     --workloads TEXT   names of workloads of the gpu suite, by semicolons
     --rounds N         measurements of each (3); the least counts
@@ -33,7 +33,7 @@ def step(problem: Any, **options: Any) -> Any:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.bench.suites import MODS
+    from bench.suites import MODS
 
     allowed, mask = problem.allowed(), None
     if problem.mask != "full":
@@ -66,8 +66,8 @@ def main() -> int:
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     named, wrong = {p.name: p for p in SUITES["gpu"]}, 0
     for name in args.workloads.split(";"):

@@ -40,7 +40,7 @@ the shared memory of 8.0."""
 
 def problem_of(mask: str, dim: int) -> Any:
     """The workload "causal d256" of the gpu suite with this mask ("causal" or "full") and head dim."""
-    from flexjax.bench.suites import SUITES
+    from bench.suites import SUITES
 
     (problem,) = (p for p in SUITES["gpu"] if p.name == "causal d256")
     return dataclasses.replace(problem, name=f"{mask} d{dim}", mask=mask, dim=dim)
@@ -51,8 +51,8 @@ def serve_torch() -> None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from flexjax.bench import torch_flex
-    from flexjax.bench.inputs import random_arrays
+    from bench import torch_flex
+    from bench.inputs import random_arrays
 
     made: dict[str, Any] = {}
     for line in sys.stdin:
@@ -85,16 +85,16 @@ def compiled(problem: Any, sizes: tuple[Size, Size] | None, instruction: str | N
     """The compiled call that computes the gradients of a workload with these sizes."""
     import jax
 
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.backward_sm80_tiles import Tiles
+    from flexjax.backends.mosaic_gpu.backward.mma_tiles import MmaBackwardTiles
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
 
     chosen = choose_kernel.mma_backward_kernels
     jax.clear_caches()
     try:
         if sizes is not None:
             choose_kernel.mma_backward_kernels = lambda plan, card: (
-                Tiles(card.copying, *sizes[0]),
-                Tiles(card.copying, *sizes[1]),
+                MmaBackwardTiles(card.copying, *sizes[0]),
+                MmaBackwardTiles(card.copying, *sizes[1]),
             )
         return time_mma_backward.step(problem, instruction=instruction)[0].lower(*given).compile()
     finally:
@@ -103,7 +103,7 @@ def compiled(problem: Any, sizes: tuple[Size, Size] | None, instruction: str | N
 
 def backward_times(call: Any, given: tuple[Any, ...]) -> dict[str, float]:
     """Kernel -> seconds, of all kernels of a call but the forward kernel."""
-    from flexjax.bench.kernel_times import kernel_times
+    from bench.kernel_times import kernel_times
 
     found = kernel_times(call, *given, calls=5)
     return {name: took for name, took in found.items() if "flexjax_forward" not in name}
@@ -114,7 +114,7 @@ def measure(mask: str, dim: int, rounds: int, process: Any) -> int:
     import jax
     import jax.numpy as jnp
 
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
 
     problem, wrong = problem_of(mask, dim), 0
     arrays, array = gpu_peers.on_device(problem)

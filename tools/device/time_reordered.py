@@ -1,6 +1,6 @@
 """Times dilated windows and neighbourhoods on a canvas on a GPU: `PYTHONPATH=. python3 tools/device/time_reordered.py`.
 
-Not collected by pytest. Each case runs as the library chooses and, where that is split by residues (plan/residues.py), with a mask that
+Not collected by pytest. Each case runs as the library chooses and, where that is split by residues (rewrites/residues.py), with a mask that
 says the same in words that are not recognised, so that the call stays whole. A line has the milliseconds of the kernels of the forward
 pass and of both passes, copies included (CUPTI), TFLOP/s over visible entries (4 D a forward pass, 3.5 times that both), the largest
 error of sampled rows of out against float64 over the largest value, and the largest difference of the gradients from those of the whole
@@ -82,7 +82,7 @@ def main() -> int:
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.bench.kernel_times import device_time
+    from bench.kernel_times import device_time
     from tools.device.timed_cases import lines_of
 
     def rows_error(case: Case, arrays: dict[str, typing.Any], out: typing.Any) -> float:

@@ -30,8 +30,8 @@ def main() -> int:
     import numpy as np
 
     import flexjax
+    from bench.kernel_times import kernel_times
     from flexjax import paged
-    from flexjax.bench.kernel_times import kernel_times
 
     common, own = args.prefix // PAGE, args.own // PAGE
     pool = common + args.requests * own

@@ -95,7 +95,7 @@ def sustained(call: typing.Callable[[], typing.Any], seconds: float, meter: Mete
 
 def report(problem: typing.Any, programs: list[Program], seconds: float, meter: Meter) -> None:
     """Measures the programs of a workload, one after the other and then backwards, and prints their lines."""
-    from flexjax.bench import gpu_peers
+    from bench import gpu_peers
 
     arrays, _ = gpu_peers.on_device(problem)
     found: dict[tuple[bool, str], list[Reading]] = {}
@@ -143,8 +143,8 @@ def with_program(problem: typing.Any, by_ids: bool, pool: ThreadPoolExecutor) ->
     import jax.numpy as jnp
 
     import flexjax
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import document_ids
+    from bench import gpu_peers
+    from bench.suites import document_ids
 
     arrays, array = gpu_peers.on_device(problem)
     attend = gpu_peers.flexjax(problem)
@@ -174,8 +174,8 @@ def with_program(problem: typing.Any, by_ids: bool, pool: ThreadPoolExecutor) ->
 
 def report_programs(seconds: float, meter: Meter) -> None:
     """Measures PROGRAMS and prints a line for each."""
-    from flexjax.bench import gpu_peers
-    from flexjax.bench.suites import SUITES
+    from bench import gpu_peers
+    from bench.suites import SUITES
 
     pool, named = ThreadPoolExecutor(14), {problem.name: problem for problem in SUITES["gpu"]}
     made = {
@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--each", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=150)
     arguments = parser.parse_args()
-    from flexjax.bench.suites import SUITES
+    from bench.suites import SUITES
 
     if arguments.programs:
         report_programs(arguments.each, Meter())

@@ -1,1 +1,1 @@
-"""Pallas kernels for TPUs: see NOTES.md."""
+"""Pallas kernels for TPUs: see lab/notes/tpu.md."""

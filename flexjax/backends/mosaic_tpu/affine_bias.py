@@ -2,16 +2,11 @@
 
     s' = c * s + sum of terms          c a number; no term depends on s
 
-A term that is affine in q and kv (ALiBi: slope * (kv - q)) is a row term of q plus a column term of kv. The row term is the
-same for all scores of a row, so it is not added to the tile: the forward kernel leaves it out of the scores and adds it to the
-row maximum and the lse when the row ends, and the backward kernels subtract it from the lse. The column term is one addition for
-each score. Positions are counted from the first element of the strip, so that the sums stay as small as the biases themselves.
-Other terms are evaluated and added to the scores. All terms are in base 2, that is, multiplied by log2(e).
-
-A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal
-or the result of a step.
-
-A SeparatedScore is a score that was found to have this form, a StripView says where a strip lies and reads values on it.
+A term that is affine in q and kv (ALiBi: slope * (kv - q)) is a row term of q plus a column term of kv. The row term is
+the same for all scores of a row, so it is not added to the tile: the forward kernel adds it to the row maximum and the
+lse when the row ends, and the backward kernels subtract it from the lse. The column term is one addition for each
+score. Positions are counted from the first element of the strip, so that the sums stay as small as the biases
+themselves. Other terms are evaluated and added to the scores. All terms are in base 2, that is, multiplied by log2(e).
 """
 
 import dataclasses
@@ -30,65 +25,48 @@ from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.ir.program import Atom, Linear, Lit, Op, Program, Val
 
-EXACT_INTEGERS = 1 << 24
-"""Integers below this are exact in float32."""
+EXACT_INTEGERS = 1 << 24  # integers below this are exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasTerm:
-    """One term of the bias: sign * the product of `factors` * a value.
+    """One term of the bias: sign * the product of `factors` * (`value` or `linear`)."""
 
-    factors   atoms that depend on b and h alone
-    sign      1 or -1
-    value     the atom of the value; None if `linear` is given
-    linear    the value as a linear form of q and kv, to be converted to float32; None if `value` is given
-    """
-
-    factors: tuple[Atom, ...]
-    sign: int
-    value: Atom | None
-    linear: Linear | None = None
+    factors: tuple[Atom, ...]  # they depend on b and h alone
+    sign: int  # 1 or -1
+    value: Atom | None  # None if `linear` is given
+    linear: Linear | None = None  # of q and kv, to be converted to float32
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparatedScore:
-    """A score of the form c * s + sum of terms.
+    """A score of the form c * s + sum of terms."""
 
-    scale     c
-    terms     of the sum
-    program   computes the factors and values of all terms
-    atoms     the results of `program`, in order: these factors and values, each once
-    """
-
-    scale: float
+    scale: float  # c
     terms: tuple[BiasTerm, ...]
-    program: Program
-    atoms: tuple[Atom, ...]
+    program: Program  # computes the factors and values of all terms
+    atoms: tuple[Atom, ...]  # the results of `program`, in order: these factors and values, each once
 
 
 @functools.lru_cache(maxsize=512)
 def separate_bias(program: Program) -> SeparatedScore | None:
     """Splits the score (the first result) of a score program or derivative program into c * s + terms.
 
-    c is a Python float, the product of literals: `s * 0.5` is of this form, `s * slope[h]` is not. If s is in several summands,
-    c is the sum of their factors.
-
-    None if the score is not of this form, does not contain s, has no term beside c * s, or has a summand that is not float32.
+    c is a Python float, the product of literals: `s * 0.5` is of this form, `s * slope[h]` is not. None if the score is
+    not of this form, does not contain s, has no term beside c * s, or has a summand that is not float32.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     scales: list[float] = []
     terms: list[BiasTerm] = []
 
     def uniform(atom: Atom) -> bool:
-        """Whether the atom is a literal or depends on b and h alone."""
         return axis_class(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
-        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`.
+        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`; False if the form does not
+        fit.
 
-        Sums, negations and products with an atom of b and h alone are taken apart; anything else without s is one term.
-        False if s occurs in the atom otherwise than in a summand that is s times literals, or if a summand is not
-        float32.
+        It takes sums, negations and products with an atom of b and h alone apart; anything else without s is one term.
         """
         if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
@@ -129,11 +107,7 @@ def separate_bias(program: Program) -> SeparatedScore | None:
 
 
 def _affine(atom: Atom) -> Linear | None:
-    """The linear form of an atom in q and kv, if it is an int32 that has one without b and h and is below 2^24 in
-    magnitude.
-
-    None otherwise, also for a constant and for an unknown range. float32 holds such values exactly.
-    """
+    """The linear form of an int32 in q and kv alone that float32 holds exactly; None for others and for a constant."""
     if not isinstance(atom, Val) or atom.dtype != "int32" or atom.linear is None:
         return None
     linear = atom.linear
@@ -146,26 +120,18 @@ def _affine(atom: Atom) -> Linear | None:
 
 @dataclasses.dataclass(frozen=True)
 class StripBias:
-    """The bias on a strip, in base 2 (multiplied by log2(e)).
+    """The bias on a strip, in base 2 (multiplied by log2(e))."""
 
-    row_term   the part that depends on the query alone, which is not added to the scores: (rows, 1), or (1, cols) if
-               q_axis is 1; None without such a part
-    tile       what is added to each score, in a shape that broadcasts to the strip; None: nothing
-    """
-
+    # the part of the query alone, which is not added to the scores: (rows, 1), or (1, cols) if q_axis is 1
     row_term: jax.Array | None
-    tile: jax.Array | None
+    tile: jax.Array | None  # what is added to each score, in a shape that broadcasts to the strip
 
 
 def strip_bias(separated: SeparatedScore, values: Sequence[jax.Array], view: StripView) -> StripBias:
-    """The bias of a separated score on a strip.
+    """The bias of a separated score on the strip of `view`; `values` are those of `separated.atoms` there.
 
-    values   the values of `separated.atoms` on the strip, in this order
-    view     where the strip lies
-
-    Affine values are not among `values`: they are computed from the positions of the strip. Their part of q is the row
-    term, their part of kv and the value at the strip's first element are added to the tile (to the row term if kv has
-    no part). All other terms are added to the tile.
+    Affine values are computed from the positions of the strip: their part of q is the row term, and the rest is added
+    to the tile (to the row term if kv has no part).
     """
     known = dict(zip(separated.atoms, values, strict=True))
     row_term: jax.Array | None = None

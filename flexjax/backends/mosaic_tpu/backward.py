@@ -1,22 +1,15 @@
 """The backward pass: which kernels run, what XLA computes before and after them.
 
-Before: delta = rowsum(dO * O), and lse in the form that the kernels read. Then one kernel for everything where the sums of dq
-fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured arrays, of sinks, and of what
-layouts.fold folded. The dq kernel also runs where the gradient of a captured array is wanted that has a read of another kind than
-column.
-
-A read is a load of a score program: it reads an element of a captured array for each entry, and its kind (scalar, row, column,
-diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head
-dim, in the shapes that kernels read.
-
-A HeadLayout is how such an array lies in memory, and a Chip is a generation of TPUs, whose VMEM decides the tiles.
+Before: delta = rowsum(dO * O), and lse in the form that the kernels read. Then one kernel for everything where the sums
+of dq fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured arrays, of sinks, and of what
+layouts.fold folded. The dq kernel also runs where a wanted gradient of a captured array has a read of another load
+class than column.
 """
 
 import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu import capture_gradients, layouts, vmem
 from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
 from flexjax.backends.mosaic_tpu.backward_dq import dq_kernel
@@ -25,20 +18,15 @@ from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE, where_exists
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradients:
-    """The gradients of the wanted operands in their shapes; None for those that are not wanted. Those of captured arrays and of
-    sinks are in the dtypes of these, all others in the plan's dtype.
+    """The gradients of the wanted operands in their shapes; None for the others. The caller has checked that none is
+    refused.
 
-    given   operands, results, cotangents, what is wanted and the derivative program
-    chip    the TPU whose VMEM decides the tiles
-
-    The dk/dv kernel computes dq too if dq is wanted and one of dk and dv is, the wanted gradients of captured arrays are of
-    column reads alone, no launch splits a head, and the sums of dq fit VMEM. A kernel runs only if one of its gradients is
-    wanted. The caller has checked that nothing is refused.
+    Those of captured arrays and of sinks are in the dtypes of these, all others in the plan's dtype.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     shapes = layouts.FoldedShapes.of(plan)
@@ -63,6 +51,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradie
     )
     dq_in_dkv = want_query and want_kv and not others and whole_heads
     dq_in_dkv = dq_in_dkv and vmem.dq_sums_fit(plan, tiles, derivative, chip)
+    # A kernel runs only if one of its gradients is wanted.
     if others or (want_query and not dq_in_dkv):
         dq, sums = dq_kernel(call, others, want_query)
     if want_kv or columns:
@@ -83,13 +72,9 @@ def _kernel_arrays(
     d_out: jax.Array,
     shift: jax.Array,
 ) -> BackwardArrays[jax.Array]:
-    """The arrays that both backward kernels read (see BackwardArrays).
+    """The arrays that both backward kernels read; `folded` is (query, key, value) of layouts.fold.
 
-    folded   query, key and value as layouts.fold returns them
-    shift    delta - d_lse, float32 in the shape of lse
-
-    lse is to base 2, natural where scores may be large, and +inf instead of -inf; d_out is cast to the dtype of the
-    plan.
+    shift   delta - d_lse, float32 in the shape of lse
     """
     shapes = layouts.FoldedShapes.of(plan)
     lse = results.lse.astype(jnp.float32)
@@ -103,13 +88,10 @@ def _kernel_arrays(
 
 
 def _sink_gradient(plan: KernelPlan, operands: Operands, results: Results, shift: jax.Array) -> jax.Array:
-    """The gradient of the sinks, [N] in their dtype, summed over batch and queries.
+    """The gradient of the sinks, [N] in their dtype, summed over batch and queries; `shift` is as in `_kernel_arrays`.
 
-    A sink is one more score of each row, without a value, so the cotangent of the sink in a row is -p * shift with p = exp(sink - lse), 0
-    where lse is -inf.
-
-    operands, results   of the call, which has sinks; sinks and lse are read
-    shift               delta - d_lse, in the shape of lse
+    A sink is one more score of each row, without a value: the cotangent of the sink in a row is -p * shift with p =
+    exp(sink - lse).
     """
     assert operands.sinks is not None
     heads_last = plan.layout == "BTNH"
@@ -128,24 +110,14 @@ def _unfolded(
     sinks: jax.Array | None,
     captures: tuple[jax.Array | None, ...],
 ) -> Gradients:
-    """The gradients of all operands, those of query, key, value and the extra features taken from the folded arrays' gradients.
-
-    folded     (dq, dk, dv): gradients of what layouts.fold returned, as the kernels wrote them; None if not computed
-    sinks      the gradient of the sinks; captures: those of captured arrays
-    """
+    """The gradients of all operands from those of the folded arrays, `folded` = (dq, dk, dv), None if not computed."""
     dq, dk, dv = folded
     shapes = layouts.FoldedShapes.of(plan)
     heads_dim = 2 if shapes.tokens_first else 1
     features, extra = slice(0, plan.head_dim), slice(plan.head_dim, None)
 
     def part(array: jax.Array | None, layout: layouts.HeadLayout, features: slice, heads: int) -> jax.Array | None:
-        """The gradient of one operand: these features of a folded gradient, summed down to the operand's number of heads; None
-        if it was not computed.
-
-        array, layout   the folded gradient, as a kernel wrote it, and how it lies in memory
-        features        which part of its head dim
-        heads           heads of the operand
-        """
+        """These features of a folded gradient, summed down to the operand's heads."""
         if array is None:
             return None
         return layouts.sum_repeated_heads(layout.from_kernel(array)[..., features], heads, heads_dim)

@@ -2,20 +2,13 @@
 
     grid step = one visited tile; all query tiles (and query heads of the group) of a key tile follow one another
 
-Keys are the rows of a tile (sublanes) and queries its columns (lanes): p and ds come out transposed, as the products with dO
-and q need them, and lse and delta of the queries are lines along the lanes, which broadcast to the tile without moving data.
+Keys are the rows of a tile (sublanes) and queries its columns (lanes): p and ds come out transposed, as the products
+with dO and q need them, and lse and delta of the queries are lines along the lanes, which broadcast to the tile without
+moving data.
 
-With `with_query` this kernel is the whole backward pass: ds is there anyway, so dq costs one more product instead of a second
-kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM
-for a whole key head; vmem.dq_sums_fit says whether they fit.
-
-A group is the query heads of one key head. A strip is a range of queries of a tile whose scores are computed at once. A column
-read is a load of the score program that reads one element of a captured array for each key. "Checked" strips may have entries
-that are hidden or past the end.
-
-A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
-Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
-A BackwardCall is one backward pass: plan, arrays, tiles.
+With `with_query` this kernel is the whole backward pass: ds is there anyway, so dq costs one more product instead of a
+second kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group,
+stay in VMEM for a whole key head; vmem.dq_sums_fit says whether they fit.
 """
 
 import dataclasses
@@ -43,64 +36,47 @@ T = typing.TypeVar("T")
 
 
 class DkvBuffers(typing.NamedTuple, typing.Generic[T]):
-    """The outputs of the kernel, and with the same names its float32 sums in VMEM; None for what is not wanted.
+    """The outputs of the kernel, and with the same names its float32 sums in VMEM; None for what is not wanted."""
 
-    dk, dv    of a key tile, [keys, D] and [keys, E]
-    dq        of all queries of the query heads of a key head, [group, queries, D]; as output also [queries, group * D]
-    columns   for each column read of `DkvKernel.columns` the sums of its cotangents over the queries, [group, 1, keys]
-    """
-
-    dk: T | None
-    dv: T | None
-    dq: T | None
-    columns: tuple[T, ...]
+    dk: T | None  # of a key tile, [keys, D]
+    dv: T | None  # of a key tile, [keys, E]
+    dq: T | None  # of the query heads of a key head, [group, queries, D]; as output also [queries, group * D]
+    columns: tuple[T, ...]  # for each column read its cotangents summed over the queries, [group, 1, keys]
 
 
 Refs = KernelRefs[BackwardArrays[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.Ref]]
 
 
 class DkvGradients(typing.NamedTuple):
-    """What the kernel returns.
-
-    dq, dk, dv   gradients of the folded query, key and value (layouts.fold), in their shapes and dtypes; None if not asked for
-    columns      for each column read, by its number in derivative.gradients, the cotangents of what it reads summed over the
-                 queries, float32 [B, N, S]
-    """
+    """Gradients of the folded query, key and value (layouts.fold) in their shapes and dtypes, None if not asked for."""
 
     dq: jax.Array | None
     dk: jax.Array | None
     dv: jax.Array | None
+    # {number in derivative.gradients: cotangents summed over the queries}, float32 [B, N, S]
     columns: dict[int, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class DkvKernel:
-    """The body of the dk/dv kernel, with what is static about it.
-
-    call      the backward pass that it belongs to
-    scores    the programs of the kernel
-    shapes    sizes of the folded arrays
-    columns   the column reads whose gradients are wanted, as numbers in derivative.gradients
-    """
+    """The body of the dk/dv kernel, with what is static about it."""
 
     call: BackwardCall
     scores: TileScores
     shapes: layouts.FoldedShapes
-    columns: tuple[int, ...]
+    columns: tuple[int, ...]  # the column reads whose gradients are wanted, as numbers in derivative.gradients
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
+        """One grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
-        Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An idle
-        visit, the only one of a key tile that no query sees, adds nothing, so that zeros are written; the strips of a full tile
-        are not checked.
+        Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An
+        idle visit, the only one of a key tile that no query sees, adds nothing, so that zeros are written.
         """
         order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)
 
         @pl.when(visit.first)
         def zero_sums_of_key_tile() -> None:
-            """Sets the sums of dk, dv and the column reads to 0, at the first visit of a key tile."""
             for ref in jax.tree.leaves(sums._replace(dq=None)):
                 fill(ref, 0.0)
 
@@ -109,11 +85,9 @@ class DkvKernel:
 
             @pl.when(visit.first & (visit.kv_tile == 0))
             def zero_dq_sums() -> None:
-                """Sets the sums of dq to 0, at the first visit of a key head."""
                 fill(dq_sums, 0.0)
 
         def every_strip(checked: bool) -> None:
-            """Adds the tile to the sums, strip by strip; `checked`: whether entries may be hidden or past the end."""
             for col0 in range(0, tiles.q, tiles.strip):
                 strip = Strip(tiles.kv, col0, min(tiles.strip, tiles.q - col0))
                 self.add_strip(KernelStep(refs, visit, strip, checked))
@@ -122,27 +96,21 @@ class DkvKernel:
 
         @pl.when(visit.last)
         def write_sums_of_key_tile() -> None:
-            """Writes the outputs of a key tile, at its last visit."""
             self.write_key_tile(refs)
 
         if dq_sums is not None:
 
             @pl.when(visit.last & (visit.kv_tile == np.int32(order.geometry.kv_tiles - 1)))
             def write_dq_of_key_head() -> None:
-                """Writes dq of the query heads of a key head (`write_dq`), at the last visit of the key head."""
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of queries of the visited tile) contributes to those of the sums of dk, dv, dq and the
-        column reads that are wanted.
-
-        In a checked step, rows of query and d_out that do not exist, which may hold anything, are replaced by 0; so are rows of
-        key in the product for dq.
-        """
+        """Adds a range of queries of the visited tile to the sums of dk, dv, dq and the column reads."""
         refs: Refs = step.refs
         tiles, strip, visit = self.call.tiles, step.strip, step.visit
         inputs, sums, lanes = refs.inputs, refs.scratch, strip.columns
         queries, d_out = inputs.query[lanes, :], inputs.d_out[lanes, :]
+        # Rows that do not exist may hold anything.
         if step.checked and self.scores.queries_end:
             start = visit.q_tile * np.int32(tiles.q) + np.int32(strip.col0)
             end = self.scores.end_of_queries(step)
@@ -169,11 +137,7 @@ class DkvKernel:
             ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
-        """Writes dk (scaled here), dv and the sums of column reads of a key tile from the sums in VMEM to the outputs, in the
-        dtypes of these; what is not wanted is left out. Runs at the last visit of the key tile.
-
-        refs   the references of the kernel: `scratch` has the sums, `outputs` the blocks
-        """
+        """Writes dk (scaled here), dv and the sums of column reads, at the last visit of a key tile."""
         sums, out = refs.scratch, refs.outputs
         if sums.dk is not None and sums.dv is not None:
             assert out.dk is not None
@@ -184,11 +148,7 @@ class DkvKernel:
             ref[...] = column[...]
 
     def write_dq(self, refs: Refs) -> None:
-        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled here, and
-        sums past the last query are dropped. Runs at the last visit of the key head.
-
-        refs   the references of the kernel: `scratch` has the sums, `outputs` the block
-        """
+        """Writes dq (scaled here) of all query heads of a key head, at its last visit."""
         sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
         assert sums is not None
         assert out is not None
@@ -201,15 +161,12 @@ class DkvKernel:
 
 
 def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with_query: bool) -> DkvGradients:
-    """Runs the dk/dv kernel.
+    """Runs the dk/dv kernel; what is not computed is None in the result.
 
-    call         the backward pass: plan, arrays, tiles
-    columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
-    want_kv      whether to compute dk and dv
-    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM and that no launch splits a head
+    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM and that no launch splits a
+                 head
 
-    What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded arrays: dk
-    and dv are not summed over heads that `fold` repeated.
+    Heads are those of the folded arrays: dk and dv are not summed over heads that `fold` repeated.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
@@ -260,18 +217,11 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
 
 
 def _dq_output(dtype: str, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> Output:
-    """The output dq of the kernel. A block has all queries of all query heads of one key head of one batch entry.
-
-    dtype    the dtype of dq, that of query
-    shapes   whose `query` gives the shape of dq; where heads lie in lanes, a block is [q_len, group * dim], else
-             [group, q_len, dim]
-    maps     the index maps of the grid; the block is that of the batch entry and key head of the grid step
-    """
+    """The output dq, whose block has all queries of the query heads of one key head."""
     in_lanes, group, dim = shapes.query.heads_in_lanes, shapes.group, shapes.dim
     block = (None, shapes.q_len, group * dim) if in_lanes else (None, group, shapes.q_len, dim)
 
     def at_group(*grid: jax.Array) -> tuple:
-        """The index map of dq: the block of the key head of a grid step."""
         b, m, _ = maps.key(*grid)
         return (b, ZERO, m) if in_lanes else (b, m, ZERO, ZERO)
 

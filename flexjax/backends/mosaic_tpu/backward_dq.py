@@ -1,19 +1,12 @@
 """The dq kernel: dq, and the gradients of all captured reads but column reads, which the dk/dv kernel sums.
 
-Grid and orientation are those of the forward kernel: all key tiles of a row of query tiles follow one another, and queries
-are the rows of a tile. Besides dq the kernel sums, for each captured read of kind
+Grid and orientation are those of the forward kernel: all key tiles of a row of query tiles follow one another, and
+queries are the rows of a tile. Besides dq the kernel sums d_load, the cotangent of what a read reads, for each captured
+read of load class
 
-    scalar, row   d_load along the keys, [B, N, 1, T]; XLA then adds up a scalar's
-    diagonal      d_load along the diagonals, [B, N, 8, diagonals], kept in VMEM for a whole head (diagonals.toeplitz_sums)
-    tile          nothing: it writes d_load itself, [B, N, T, S], block by block
-
-A read is a load of the score program: it reads an element of a captured array for each entry. d_load is the cotangent of what it
-reads. Reads are numbered as in derivative.gradients. A row is a row of tiles: one query tile with all its key tiles. A strip is a
-range of keys of a tile whose scores are computed at once; "checked" strips may have entries that are hidden or past the end.
-
-A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
-Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
-A BackwardCall is one backward pass: plan, arrays, tiles.
+    scalar, row   along the keys, [B, N, 1, T]; XLA then adds up a scalar's
+    diagonal      along the diagonals, [B, N, 8, diagonals], kept in VMEM for a whole head (diagonals.toeplitz_sums)
+    tile          nowhere: it writes d_load itself, [B, N, T, S], block by block
 """
 
 import dataclasses
@@ -40,85 +33,61 @@ T = typing.TypeVar("T")
 
 
 class DqOutputs(typing.NamedTuple, typing.Generic[T]):
-    """The outputs of the kernel: dq in the shape of the folded query (None if not wanted), and d_load of captured reads.
+    """The outputs of the kernel: dq in the shape of the folded query, and d_load of captured reads."""
 
-    rows        for each scalar or row read, its sums along the keys
-    diagonals   for each diagonal read, its sums along the diagonals
-    tiles       for each tile read, d_load of every entry
-    """
-
-    dq: T | None
-    rows: tuple[T, ...]
-    diagonals: tuple[T, ...]
-    tiles: tuple[T, ...]
+    dq: T | None  # None if not wanted
+    rows: tuple[T, ...]  # for each scalar or row read, its sums along the keys
+    diagonals: tuple[T, ...]  # for each diagonal read, its sums along the diagonals
+    tiles: tuple[T, ...]  # for each tile read, d_load of every entry
 
 
 class DqScratch(typing.NamedTuple, typing.Generic[T]):
-    """float32 sums of a row in VMEM.
+    """float32 sums of a row of tiles in VMEM."""
 
-    dq     before scaling, [queries, D]; None if not wanted
-    rows   for each scalar or row read its sums along the keys, [queries, 128] partial sums that are added when the row ends
-    """
-
-    dq: T | None
-    rows: tuple[T, ...]
+    dq: T | None  # before scaling, [queries, D]; None if not wanted
+    rows: tuple[T, ...]  # for each scalar or row read [queries, 128] partial sums
 
 
 Refs = KernelRefs[BackwardArrays[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref]]
 
 
 class LoadNumbers(typing.NamedTuple):
-    """The captured reads whose gradients are wanted, as numbers in derivative.gradients, by how the kernel sums them.
+    """Wanted captured reads, as numbers in derivative.gradients, by how the kernel sums them."""
 
-    rows        scalar and row reads, summed along the keys
-    diagonals   diagonal reads, summed along the diagonals
-    tiles       tile reads, which are not summed
-    """
-
-    rows: tuple[int, ...]
-    diagonals: tuple[int, ...]
-    tiles: tuple[int, ...]
+    rows: tuple[int, ...]  # scalar and row reads
+    diagonals: tuple[int, ...]  # diagonal reads
+    tiles: tuple[int, ...]  # tile reads, which are not summed
 
     @classmethod
     def of(cls, wanted: dict[int, str]) -> "LoadNumbers":
-        """The reads of `wanted`, {number: kind}, by kind: "scalar" and "row" go into rows, "diagonal" into diagonals, "tile" into
-        tiles. Other kinds are left out.
-        """
         of_kind = lambda *kinds: tuple(n for n, kind in wanted.items() if kind in kinds)
         return cls(of_kind(ir.SCALAR, ir.ROW), of_kind(ir.DIAGONAL), of_kind(ir.TILE))
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All these numbers: of rows, then diagonals, then tiles."""
         return (*self.rows, *self.diagonals, *self.tiles)
 
 
 @dataclasses.dataclass(frozen=True)
 class DqKernel:
-    """The body of the dq kernel, with what is static about it.
-
-    call      the backward pass that it belongs to
-    scores    the programs of the kernel
-    numbers   the captured reads whose gradients it sums
-    """
+    """The body of the dq kernel, with what is static about it."""
 
     call: BackwardCall
     scores: TileScores
-    numbers: LoadNumbers
+    numbers: LoadNumbers  # the captured reads whose gradients it sums
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
+        """One grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
-        Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle visit, the
-        only one of a row without tiles, adds nothing, so that zeros are written, to d_load of tile reads too. The strips of a
-        full tile are not checked.
+        Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle
+        visit, the only one of a row without tiles, adds nothing, so that zeros are written, to d_load of tile reads
+        too.
         """
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)
 
         @pl.when(visit.first)
         def zero_sums_of_row() -> None:
-            """Sets the sums of a row to 0, at its first visit."""
             for ref in jax.tree.leaves(refs.scratch):
                 fill(ref, 0.0)
 
@@ -126,7 +95,6 @@ class DqKernel:
 
             @pl.when(visit.first & (visit.q_tile == 0))
             def zero_diagonal_sums() -> None:
-                """Sets the sums along the diagonals to 0, at the first visit of a head."""
                 for ref in refs.outputs.diagonals:
                     fill(ref, 0.0)
 
@@ -134,12 +102,10 @@ class DqKernel:
 
             @pl.when(visit.kind == IDLE)
             def zero_tiles() -> None:
-                """Writes 0 to d_load of tile reads, at the only visit of a row without tiles."""
                 for ref in refs.outputs.tiles:
                     fill(ref, 0.0)
 
         def every_strip(checked: bool) -> None:
-            """Adds the tile to the sums, strip by strip; `checked`: whether entries may be hidden or past the end."""
             for col0 in range(0, tiles.kv, tiles.strip):
                 strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
                 self.add_strip(KernelStep(refs, visit, strip, checked))
@@ -148,7 +114,6 @@ class DqKernel:
 
         @pl.when(visit.last)
         def write_sums_of_row() -> None:
-            """Writes dq, scaled, and the row sums of captured reads, at the last visit of a row."""
             dq, out = refs.scratch.dq, refs.outputs.dq
             if dq is not None and out is not None:
                 out[...] = (dq[...] * np.float32(self.call.plan.scale)).astype(out.dtype)
@@ -156,11 +121,7 @@ class DqKernel:
                 ref[...] = jnp.sum(sums[...], axis=1, keepdims=True).reshape(1, tiles.q)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of keys of the visited tile) contributes to dq, if wanted, and to the sums of
-        captured reads; writes its part of d_load of tile reads.
-
-        In a checked step, keys that do not exist, which may hold anything, are replaced by 0.
-        """
+        """Adds a range of keys of the visited tile to dq and the sums; writes d_load of tile reads."""
         refs: Refs = step.refs
         tiles, strip, geometry = self.call.tiles, step.strip, self.scores.order.geometry
         inputs = refs.inputs
@@ -170,6 +131,7 @@ class DqKernel:
         lse, shift = (ref[...].reshape(tiles.q, 1) for ref in (inputs.lse, inputs.shift))
         grads = strip_gradients(self.scores, step, StripProducts(qk, dp, lse, shift), self.numbers.all)
         if refs.scratch.dq is not None:
+            # Keys that do not exist may hold anything.
             if step.checked and self.scores.keys_end:
                 start = step.visit.kv_tile * np.int32(tiles.kv) + np.int32(strip.col0)
                 keys = zero_rows_past_end(keys, start, self.scores.end_of_keys(step))
@@ -187,15 +149,11 @@ class DqKernel:
 def dq_kernel(
     call: BackwardCall, wanted: dict[int, str], want_query: bool
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Runs the dq kernel.
+    """Runs the dq kernel; `wanted` is {number in derivative.gradients: load class} without column reads.
 
-    call         the backward pass: plan, arrays, tiles
-    wanted       the captured reads whose gradients are wanted, {number in derivative.gradients: kind}; no column reads
-    want_query   whether to compute dq
-
-    Returns dq in the shape and dtype of the folded query (None if not wanted), and {number: sums of d_load}, float32: of scalar
-    and row reads [B, N, 1, T], of diagonal reads [B, N, S + T - 1] by ascending q - kv, of tile reads [B, N, T, S], which is 0 in
-    tiles that are not visited.
+    Returns dq in the shape and dtype of the folded query (None if not wanted), and {number: sums of d_load}, float32:
+    of scalar and row reads [B, N, 1, T], of diagonal reads [B, N, S + T - 1] by ascending q - kv, of tile reads [B, N,
+    T, S].
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
@@ -217,6 +175,7 @@ def dq_kernel(
     window = (diagonals.SKEW, geometry.diagonals)
     diagonal = Output((*batch_and_heads, *window), "float32", pl.BlockSpec((None, None, *window), maps.head))
     tile_spec = pl.BlockSpec((None, None, tiles.q, tiles.kv), maps.tile)
+    # d_load is 0 in tiles that are not visited
     tile = Output(
         (*batch_and_heads, plan.q_len, plan.kv_len), "float32", tile_spec, zeroed=not isinstance(order, DenseOrder)
     )

@@ -5,18 +5,13 @@
     ds      = ds' * ds'/ds                            cotangent of the scaled score
     dload_n = ds' * ds'/dload_n                       cotangent of each read of a captured array, for each entry
 
-Where both passes round weights alike (tile_math.py), dload_n is computed with w * (dO . V) - p * (delta - d_lse) in place of ds', where
-w is p * r with the rounding of the forward kernel. The sum of that along a row is free of what the rounding does to delta.
+Where both passes round weights alike (tile_math.py), dload_n is computed with w * (dO . V) - p * (delta - d_lse) in
+place of ds'. w is p * r with the rounding of the forward kernel. The sum of that along a row is free of what the
+rounding does to delta.
 
-Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where all their values are known to be
-finite (TileScores.finite_where_off), one select before the exponential is enough, and costs less.
-
-Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads
-an element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by
-reads are called slopes. A strip is the part of a tile whose scores are computed at once, (rows, cols).
-
-A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
-visit, the strip, and whether some of its entries may be off ("checked").
+Entries that are off (hidden, or past the end of queries or keys) are set to 0 after all products, because score_mod may
+be NaN there. Where all their values are known to be finite (TileScores.finite_where_off), one select before the
+exponential is enough, and costs less. Derivatives by the score and by reads are called slopes.
 """
 
 import dataclasses
@@ -40,42 +35,28 @@ T = typing.TypeVar("T")
 
 
 class BackwardArrays(typing.NamedTuple, typing.Generic[T]):
-    """What both backward kernels read: query, key, value and d_out in the shapes of layouts.fold; and, float32 [B, N, 1, T]:
-
-    lse      to base 2 (natural where scores may be large), +inf in empty rows, so that their exponentials are 0
-    shift    delta - d_lse
-    """
+    """What both backward kernels read, in the shapes of layouts.fold; lse and shift are float32 [B, N, 1, T]."""
 
     query: T
     key: T
     value: T
     d_out: T
-    lse: T
-    shift: T
+    lse: T  # to base 2 (natural where scores may be large), +inf in empty rows, so that their exponentials are 0
+    shift: T  # delta - d_lse
 
 
 class BackwardCall(typing.NamedTuple):
-    """One backward pass, from which both backward kernels are made.
-
-    plan, operands   of the call; the kernels read captured arrays and block lists from the operands
-    arrays           what the kernels read of the other operands
-    derivative       the program of score_mod's derivatives; None: the identity
-    tiles            sizes of a tile
-    chip             the TPU that the kernels are compiled for
-    """
+    """One backward pass, from which both backward kernels are made."""
 
     plan: KernelPlan
-    operands: Operands
+    operands: Operands  # captured arrays and block lists are read from here
     arrays: BackwardArrays[jax.Array]
-    derivative: Program | None
-    tiles: vmem.Tiles
+    derivative: Program | None  # None: the identity
+    tiles: vmem.VmemTiles
     chip: vmem.Chip
 
     def inputs(self, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> BackwardArrays[Operand]:
-        """The arrays with their block specs: in a grid step a kernel reads the blocks of the step's query tile and key tile.
-
-        shapes, maps   sizes of the folded arrays and index maps of the kernel
-        """
+        """The arrays with their block specs, by the query tile and the key tile of a grid step."""
         tiles, rows = self.tiles, maps.row_spec(self.tiles.q)
         specs = BackwardArrays(
             shapes.query.spec(tiles.q, maps.query),
@@ -89,50 +70,32 @@ class BackwardCall(typing.NamedTuple):
 
 
 class StripProducts(typing.NamedTuple):
-    """What a kernel computes or reads before the gradients of a strip.
+    """What a kernel computes or reads before the gradients of a strip."""
 
-    qk, dp       the products q . k (not scaled) and dO . v, float32 (rows, cols)
-    lse, shift   of the queries of the strip (see BackwardArrays), in shapes that broadcast to (rows, cols)
-    """
-
-    qk: jax.Array
-    dp: jax.Array
-    lse: jax.Array
-    shift: jax.Array
+    qk: jax.Array  # q . k, not scaled, float32 (rows, cols)
+    dp: jax.Array  # dO . v, float32 (rows, cols)
+    lse: jax.Array  # as BackwardArrays has it, broadcastable to (rows, cols)
+    shift: jax.Array  # as BackwardArrays has it, broadcastable to (rows, cols)
 
 
 @dataclasses.dataclass
 class StripGradients:
-    """The gradients on a strip, float32 (rows, cols), 0 at entries that are off.
+    """The gradients on a strip, float32 (rows, cols), 0 at entries that are off."""
 
-    p       probabilities times dropout's multiplier
-    ds      cotangent of the scaled score
-    loads   cotangent of what each wanted read reads, by its number
-    """
-
-    p: jax.Array
-    ds: jax.Array
-    loads: dict[int, jax.Array]
+    p: jax.Array  # probabilities times dropout's multiplier
+    ds: jax.Array  # cotangent of the scaled score
+    loads: dict[int, jax.Array]  # cotangent of what each wanted read reads, by its number
 
 
 def strip_gradients(
     scores: TileScores, step: KernelStep, products: StripProducts, wanted: tuple[int, ...]
 ) -> StripGradients:
-    """The gradients of a strip, by the formulas at the top of this file; runs inside a kernel.
-
-    scores     the programs of the kernel
-    step       which strip of which visit; unless it is checked, no entry counts as off
-    products   q . k, dO . v, lse and shift of the strip
-    wanted     the captured reads whose cotangents are wanted, as numbers in derivative.gradients; only these are in `loads`
-    """
+    """The gradients of a strip by the formulas above; `wanted` reads are numbers in derivative.gradients."""
     on = scores.on(step) if step.checked else None
     on_before_exp = on if scores.finite_where_off else None
     on_after_products = None if scores.finite_where_off else on
 
     def zero_where_off(values: jax.Array) -> jax.Array:
-        """`values` with 0 at entries that are off; unchanged where the select before the exponential is enough
-        (`finite_where_off`).
-        """
         return values if on_after_products is None else jnp.where(on_after_products, values, 0.0)
 
     exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
@@ -156,12 +119,8 @@ def _exponent_and_slopes(
 ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
     """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients]) on a strip.
 
-    qk    the products q . k, not scaled, (rows, cols)
-    lse   of the queries of the strip, as BackwardArrays has it; where scores may be large it is subtracted before the
-          conversion to base 2
-
-    Without a derivative program and with a separated bias the list of derivatives by reads is empty, because the kernel
-    does not evaluate the whole program; ds'/ds is then 1 or the factor c of the separated score.
+    The list is empty without a derivative program, and with a separated bias, where the kernel does not evaluate the
+    whole program.
     """
     scale = scores.plan.scale
     if scores.score is None:
@@ -173,6 +132,7 @@ def _exponent_and_slopes(
         exponent = exponent - (lse if bias.row_term is None else lse - bias.row_term)
         return exponent, None if c == 1.0 else jnp.float32(c), []
     score, slope, *load_slopes = scores.scores(step, qk * np.float32(scale))
+    # a large lse is natural, and is subtracted before the conversion to base 2
     if scores.large:
         distance = tile_math.large_distance(scores.plan.score, score, lse)
         return distance * np.float32(LOG2E), slope, load_slopes

@@ -1,23 +1,22 @@
 """Visits only the tiles that block lists name, from one ragged list in SMEM.
 
-The visited tiles of all tile rows follow one another in the list; the launch prefetches it to SMEM, and its length, known at
-run time, bounds the grid. So an empty tile costs neither a grid step nor a copy. A tile row without any tile keeps one idle
-visit, which writes zeros and names the tile of the visit before it, so that nothing is copied. The list covers the batch and
-head dimensions that the block mask has; those over which it broadcasts are plain grid dimensions.
+The visited tiles of all tile rows follow one another in the list; the launch prefetches it to SMEM, and its length,
+known at run time, bounds the grid. So an empty tile costs neither a grid step nor a copy. A tile row without any tile
+keeps one idle visit, which writes zeros and names the tile of the visit before it, so that nothing is copied. The list
+covers the batch and head dimensions that the block mask has; those over which it broadcasts are plain grid dimensions.
 
-    rows      int32 [visits]          the tile row: (batch, head, tile) in row-major order
-    packed    int32 [visits]          tile column | kind << 26 | first << 28 | last << 29 | another visit follows << 30
+    rows      int32 [visits]              the tile row: (batch, head, tile) in row-major order, numbered over all
+              launches
+    packed    int32 [visits]              tile column | kind << 26 | first << 28 | last << 29 | another visit follows <<
+              30
     bits      int32 [2 * words, visits]   for each word, the blocks of the tile that are on, then those that are full
 
-The two bit sets exist where a tile holds several blocks of the mask. Lists that do not fit SMEM are cut into chunks of whole
-tile rows; the kernel runs once a chunk, and each launch writes its rows of the outputs in place.
+The two bit sets exist where a tile holds several blocks of the mask; blocks are "on" if they are partial or full. Lists
+that do not fit SMEM are cut into chunks of whole tile rows; the kernel runs once a chunk, and each launch writes its
+rows of the outputs in place.
 
-A tile row is a row of tiles in a query-major order (one query tile), and a column of tiles in a key-major order (one key tile);
-its entries have the numbers of their columns in it. A group is the query heads of one key head. Blocks of the mask are "on" if
-they are partial or full.
-
-A TileGeometry has the sizes of the attention matrix and of its tiles, a TileVisit is one grid step: a tile with its kind and bit
-sets. A strip is a range of columns of a tile. BlockLists are the arrays of the block mask.
+A tile row is one query tile with its key tiles, or in a key-major order one key tile with its query tiles; columns
+number its tiles.
 """
 
 from collections.abc import Sequence
@@ -36,18 +35,11 @@ from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 from flexjax.plan.lengths import NONE
 
-_COLUMN_BITS = 26
-"""Bits of an entry of `packed` that hold the tile column."""
+_COLUMN_BITS = 26  # bits of an entry of `packed` that hold the tile column
 
 
 def make_order(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands) -> VisitOrder:
-    """The order of a kernel's visits for a plan: dense without block lists and lengths, block-sparse with them.
-
-    geometry    sizes of the matrix and of the tiles
-    group       query heads of one key head
-    key_major   whether the tiles of one key tile follow one another (dk/dv kernel) or those of one query tile (the others)
-    operands    of the call, whose block lists and lengths say what is visited
-    """
+    """The order of a kernel's visits: dense without block lists and lengths, block-sparse with them."""
     if block_layout(plan, geometry) is None:
         return DenseOrder(plan, geometry, group, key_major)
     return BlockSparseOrder(plan, geometry, group, key_major, operands)
@@ -56,31 +48,14 @@ def make_order(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
 class BlockSparseOrder(VisitOrder):
     """The visits that the block lists name (without block lists: all), without tiles past a length.
 
-    Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and heads are 1 where the lists have that
-    dimension.
-
-    list_batch, list_heads   leading sizes of the block lists
-    shape                    static sizes of the visit lists
-    sub_blocks               (r, c): mask blocks of a tile along queries and along keys
-    words                    int32 words of each of a tile's two bit sets; 0 without bit sets
-    block_rows_per_word      how many of the r rows of mask blocks one word holds
-    block_sizes              (queries, keys) of a mask block, or of the tile where that is smaller
-    row_heads                heads of the visit lists: list_heads, or key heads if the lists of a group are joined
-    tile_rows, columns       tile rows of one head, and tiles of one tile row
+    Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and heads are 1 where the lists have
+    that dimension.
     """
 
     prefetched = 3
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands):
-        """Computes the kind and the bit sets of every tile from the block lists and lengths; `prefetch_arrays` makes the visit
-        lists of each launch from them.
-
-        geometry           sizes of the matrix and of the tiles
-        group, key_major   query heads of one key head; whether a tile row is a column of tiles
-        operands           of the call, with the block lists and lengths
-
-        In a key-major order kinds and bit sets are transposed here. Their tile rows are padded to a whole number of launches.
-        """
+        """Computes the kind and the bit sets of every tile, from which `prefetch_arrays` makes the visit lists."""
         self.geometry, self.group, self.key_major = geometry, group, key_major
         blocks, g = block_layout(plan, geometry), geometry
         assert blocks is not None
@@ -89,16 +64,20 @@ class BlockSparseOrder(VisitOrder):
         self.overhang = bool(g.kv_len % g.block_kv or g.q_len % g.block_q or any(plan.lengths))
         self.kinds = frozenset({IDLE, FULL, PARTIAL, EDGE})
         self.shape = list_shape(plan, geometry, group, key_major)
+        # mask blocks of a tile (along q, along kv)
         self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
-        self.block_rows_per_word = max(1, 32 // self.sub_blocks[1])
+        self.block_rows_per_word = max(1, 32 // self.sub_blocks[1])  # rows of mask blocks in a word
+        # (queries, keys) of a mask block, or of the tile where that is smaller
         self.block_sizes = (min(blocks.block_q, g.block_q), min(blocks.block_kv, g.block_kv))
 
         kind, on, full = self._tile_states(plan, operands)
         if key_major:
             kind, on, full = (self._transposed(x) for x in (kind, on, full))
+        # heads of the visit lists: key heads if the lists of a group are joined
         _, self.row_heads, self.tile_rows, self.columns = kind.shape
         rows = self.shape.rows
         self.chunks = self.shape.launches
+        # tile rows are padded to a whole number of launches
         padding = self.chunks * self.shape.rows_per_launch - rows
         flat = lambda x: jnp.pad(x.reshape(rows, self.columns), ((0, padding), (0, 0)))
         self._kinds = flat(kind)
@@ -109,11 +88,11 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ what each tile is, from the block lists
 
     def _tile_states(self, plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists and the lengths.
+        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists and the
+        lengths.
 
-        Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; EDGE
-        is a full tile that reaches past an end of the matrix or a length. A tile past a length is IDLE. The bit sets are
-        int32 with one more dimension, of `words`, which may be 0.
+        Kinds are those of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; a tile past a length is
+        IDLE. The bit sets are int32 with one more dimension, of `words`, which may be 0.
         """
         g = self.geometry
         marks = self._sub_block_marks(plan, operands.lists)
@@ -148,14 +127,10 @@ class BlockSparseOrder(VisitOrder):
         return kind, pack(words_on), pack(words_full)
 
     def _sub_block_marks(self, plan: KernelPlan, lists: BlockLists | None) -> jax.Array:
-        """The mark of each of the r x c mask blocks of each tile, int8 [list batch, list heads, q tiles, r, kv tiles,
-        c].
+        """The mark of each mask block of each tile, int8 [list batch, list heads, q tiles, r, kv tiles, c].
 
         Marks are 0 for empty, 1 for partial and 2 for full blocks, and 0 past the last block of the mask. A tile inside
         a larger block has that block's mark.
-
-        lists   None for a plan with lengths and no block mask: then each tile is a block, partial if the plan has a mask program and
-                full otherwise
         """
         blocks, g = self.blocks, self.geometry
         q_blocks, kv_blocks = cdiv(g.q_len, blocks.block_q), cdiv(g.kv_len, blocks.block_kv)
@@ -180,8 +155,9 @@ class BlockSparseOrder(VisitOrder):
         return jnp.pad(marks, pads).reshape(blocks.batch, blocks.heads, g.q_tiles, r, g.kv_tiles, c)
 
     def _transposed(self, x: jax.Array) -> jax.Array:
-        """x [batch, heads, q tiles, kv tiles, ...] in key-major order: [batch, key heads, kv tiles, group * q tiles, ...] if query heads
-        have lists of their own, else [batch, 1, kv tiles, q tiles, ...]. A tile row then has the tiles of one key tile.
+        """From [batch, heads, q tiles, kv tiles, ...] to [batch, key heads, kv tiles, group * q tiles, ...].
+
+        If all query heads share their lists, heads are 1 and the group counts as 1.
         """
         b, n, q, k = x.shape[:4]
         members = self.group if self.list_heads > 1 else 1
@@ -192,14 +168,7 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ the lists of a chunk
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """The visit lists (rows, packed, bits) of one launch, as the top of this file describes them, and its number of
-        visits.
-
-        chunk   number of the launch, 0 .. chunks - 1
-
-        Tile rows are numbered over all launches. The lists are as long as the launch can need; entries past the number of visits are
-        not read. Without bit sets, `bits` is a [1, 1] placeholder.
-        """
+        """The visit lists (rows, packed, bits) of a launch, and its number of visits."""
         rows_per_launch = self.shape.rows_per_launch
         take = lambda x: lax.dynamic_slice_in_dim(x, chunk * rows_per_launch, rows_per_launch, 0)
         if self.chunks == 1:
@@ -228,19 +197,14 @@ class BlockSparseOrder(VisitOrder):
         packed = column | (kind << _COLUMN_BITS) | (first << 28) | (last << 29) | (follows << 30)
         row = row + jnp.asarray(chunk * rows_per_launch, jnp.int32)
         words = [take(w).reshape(-1)[tile] for pair in zip(self._on, self._full, strict=True) for w in pair]
+        # without bit sets, `bits` is a placeholder
         bits = jnp.stack(words).astype(jnp.int32) if words else jnp.zeros((1, 1), jnp.int32)
         return (row, packed, bits), count
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid sizes of a launch: (b, h, visits), or (b, key head, visits, group member) if key-major.
-
-        visits   number of visits in the lists of the launch, int32 [], known at run time (`prefetch_arrays`); never None in this
-                 order
-
-        If the lists have a batch dimension, they enumerate the batch entries, and b is 1; otherwise b is the batch. If they
-        have a head dimension, heads and group members are 1; otherwise they are the heads and the size of a group.
-        """
+        """(b, h, visits), or (b, key head, visits, group member); `visits`, int32 [], is known at run time."""
         g = self.geometry
+        # The lists enumerate the dimensions that they have.
         batch = g.batch if self.list_batch == 1 else 1
         if self.key_major:
             members = self.group if self.list_heads == 1 else 1
@@ -248,7 +212,6 @@ class BlockSparseOrder(VisitOrder):
         return (batch, g.heads if self.list_heads == 1 else 1, visits)
 
     def semantics(self) -> tuple[str, ...]:
-        """For each grid dimension "parallel" (b and heads), or "arbitrary" for those that run in order on one core (all others)."""
         return ("parallel", "parallel", "arbitrary", "arbitrary")[: 4 if self.key_major else 3]
 
     # ------------------------------------------------------------------ from a list entry to a tile
@@ -256,13 +219,8 @@ class BlockSparseOrder(VisitOrder):
     def _decode(self, grid: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> tuple:
         """(batch entry, query head, query tile, key tile, group member) of a list entry in a grid step.
 
-        grid          the indices of the grid step; batch entry, head and group member come from them where the lists
-                      broadcast
-        row, column   the entry's tile row, (batch, head, tile) in row-major order, and its tile's column there. The
-                      head is a key head if key-major; where the lists of a group are joined, a column is member *
-                      q_tiles + query tile
-
-        The group member is 0 in a query-major order.
+        Where the lists of a group are joined, a column is member * q_tiles + query tile. The member is 0 in a
+        query-major order.
         """
         b, head = grid[0], grid[1]
         tile = row
@@ -283,11 +241,7 @@ class BlockSparseOrder(VisitOrder):
         return b, head * np.int32(self.group) + member, i, tile, member
 
     def tile_at(self, *grid_and_tables: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """In an index map: (batch entry, query head, query tile, key tile) of a grid step, read from the visit lists.
-
-        grid_and_tables   the indices of the grid step, then the scalar-prefetch references, of which the first are rows and
-                          packed
-        """
+        """In an index map: (batch entry, query head, query tile, key tile) of a grid step."""
         dims = 4 if self.key_major else 3
         rows, packed = grid_and_tables[dims : dims + 2]
         v = grid_and_tables[2]
@@ -295,17 +249,14 @@ class BlockSparseOrder(VisitOrder):
         return self._decode(grid_and_tables, rows[v], column)[:4]
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
-        """In a kernel: the visit of this grid step, read from the visit lists `tables` (rows, packed, bits) in SMEM.
-
-        Where a key-major order has one list for all heads, a run spans the group: it opens with its first member,
-        closes with its last.
-        """
+        """In a kernel: the visit of this grid step, from the references (rows, packed, bits) in SMEM."""
         rows, packed, bits = tables[:3]
         ids = [pl.program_id(n) for n in range(4 if self.key_major else 3)]
         v = ids[2]
         entry = packed[v]
         b, h, i, j, member = self._decode(ids, rows[v], entry & np.int32((1 << _COLUMN_BITS) - 1))
         first, last = (entry >> 28) & 1 == 1, (entry >> 29) & 1 == 1
+        # One list for all heads: a run spans the group.
         if self.key_major and self.list_heads == 1:
             first = first & (member == 0)
             last = last & (member == np.int32(self.group - 1))
@@ -313,14 +264,10 @@ class BlockSparseOrder(VisitOrder):
         return TileVisit(b, h, i, j, first, last, (entry >> _COLUMN_BITS) & 3, words, member, v)
 
     def keys_of_visit(self, tables: Sequence[jax.Ref], v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """In a kernel: (batch entry, key tile, kind) of visit v as int32 scalars, for a query-major order of a plan with one head whose
-        lists have the batch (or a batch of 1), as a plan with keys in pages has.
+        """In a kernel: (batch entry, key tile, kind) of visit v, for a query-major order of a plan with one head, as
+        one with keys in pages.
 
-        tables   the visit lists of this launch (rows, packed, bits), references to SMEM
-        v        number of the visit in these lists
-
-        The kind is one of visit_order.py. An idle visit has its own batch entry, and the key tile of the last visit before it that is
-        not idle; the caller must not copy for it.
+        An idle visit names the key tile of the last visit before it that is not idle; the caller must not copy for it.
         """
         rows, packed = tables[:2]
         entry = packed[v]
@@ -329,24 +276,23 @@ class BlockSparseOrder(VisitOrder):
         return b, j, (entry >> _COLUMN_BITS) & 3
 
     def visit_follows(self, tables: Sequence[jax.Ref], v: jax.Array) -> jax.Array:
-        """In a kernel: whether the launch has a visit after its visit number v (int32), by the visit lists `tables` in SMEM."""
+        """In a kernel: whether the launch has a visit after v."""
         return (tables[1][v] >> 30) & 1 == 1
 
     # ------------------------------------------------------------------ the bit sets on a tile
 
     def block_bits(self, visit: TileVisit, strip: Strip) -> tuple[jax.Array, jax.Array] | None:
-        """(on, full), bool (rows, cols): which entries of a strip of the visited tile lie in blocks that are on, and in full
-        blocks.
-
-        None where a tile has no bit sets, because its kind alone says which entries to check.
-        """
+        """(on, full), bool (rows, cols): entries of a strip in blocks that are on, or full; None without bit sets."""
         if not self.words:
             return None
         block_q, block_kv = self.block_sizes
         rows_of_block, lanes_of_block = (block_q, block_kv) if self.geometry.q_axis == 0 else (block_kv, block_q)
         lane = lax.broadcasted_iota(jnp.int32, (1, strip.cols), 1) + np.int32(strip.col0)
         power = lanes_of_block & (lanes_of_block - 1) == 0
-        lane_block = lane >> (lanes_of_block.bit_length() - 1) if power else lane // lanes_of_block
+        # `//` of jax takes the sign of both, which Pallas lowers only where it knows the chip
+        lane_block = (
+            lane >> (lanes_of_block.bit_length() - 1) if power else lax.div(lane, jnp.full_like(lane, lanes_of_block))
+        )
         found: tuple[list[jax.Array], list[jax.Array]] = ([], [])
         start = 0
         while start < strip.rows:
@@ -361,12 +307,10 @@ class BlockSparseOrder(VisitOrder):
         return on, full
 
     def _row_bits(self, visit: TileVisit, which: int, block: int, lane_block: jax.Array) -> jax.Array:
-        """int32 (1, columns): for each lane of a strip 1 if its mask block is in one of the two bit sets of the visited tile,
-        else 0.
+        """int32 (1, columns): for each lane of a strip 1 if its mask block is in a bit set of the visited tile, else 0.
 
-        which        the bit set: 0, blocks that are on; 1, full blocks
-        block        number of the mask block along the sublanes of the tile; sublanes are queries, or keys if q_axis is 1
-        lane_block   int32 (1, columns): number of each lane's mask block along the lanes of the tile
+        which   0: blocks that are on; 1: full blocks
+        block   number of the mask block along the sublanes of the tile, as `lane_block` is along the lanes
         """
         c = self.sub_blocks[1]
         if self.geometry.q_axis == 0:
@@ -383,12 +327,7 @@ class BlockSparseOrder(VisitOrder):
 
 
 def _mark(marks: jax.Array, count: jax.Array, index: jax.Array, mark: int) -> jax.Array:
-    """`marks`, int8 [b, h, q blocks, kv blocks], raised to `mark` at the blocks of one pair of block lists; higher
-    marks stay.
-
-    count, index   how many key blocks each query block lists, and their numbers (see BlockLists); numbers after the
-                   first `count`, and those out of range, mark nothing
-    """
+    """`marks`, int8 [b, h, q blocks, kv blocks], raised to `mark` at the blocks of one pair of lists."""
     width = index.shape[-1]
     kept = jnp.arange(width, dtype=jnp.int32) < count[..., None]
     target = jnp.where(kept, index, marks.shape[-1])

@@ -1,11 +1,9 @@
 """Turns the sums of the backward kernels into the gradient of each captured array.
 
-The kernels sum the cotangents of a read over everything inside a head on which its index does not depend. This file adds
-those sums over batch and heads where the index does not depend on them, and scatter-adds them where the index points,
-once for each distinct position, which XLA does in a fixed order.
-
-A load is a step of a program that reads an element of a captured array; its load class says on what its index depends
-(docs/glossary.md). Load n is the n-th of `derivative.gradients`, where `derivative` is the program of score_mod's derivatives.
+The kernels sum the cotangents of a load over everything inside a head on which its index does not depend. This file
+adds those sums over batch and heads where the index does not depend on them, and scatter-adds them where the index
+points, once for each distinct position, which XLA does in a fixed order. Load n is the n-th of `derivative.gradients`,
+and has a load class (docs/glossary.md).
 """
 
 from collections.abc import Sequence
@@ -21,20 +19,14 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """The load with this number in derivative.gradients: the step by whose result the derivative is taken. Result 2 + number of the
-    derivative program is the derivative of the score by it.
-    """
+    """Load `number` of derivative.gradients; result 2 + number of the program is the derivative of the score by it."""
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)
     return step
 
 
 def wanted_load_kinds(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
-    """{n: load class} of the loads that read a captured array whose gradient is wanted, by their numbers n in
-    derivative.gradients; {} without a derivative program.
-
-    wanted   for each captured array of score_mod, whether its gradient is wanted
-    """
+    """{n: load class} of the loads whose captured array has `wanted` True; {} without a derivative program."""
     if derivative is None:
         return {}
     found = {}
@@ -55,14 +47,8 @@ def gather_gradients(
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of every wanted captured array in its shape and dtype, None for the others.
 
-    An array that several loads read gets the sum of their gradients; one that no load reads gets zeros.
-
-    derivative         program of score_mod's derivatives; None without one, and then `sums` is {}
-    captures, wanted   the captured arrays of score_mod; for each, whether its gradient is wanted
-    sums               {n: what the kernels summed of the cotangents of what load n of derivative.gradients reads}, float32. By
-                       load class: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending q -
-                       kv, tile [B, N, T, S]
-    placed             where queries and keys lie in the whole problem
+    sums   {n: sums of the cotangents of load n}, float32. By load class: scalar and row [B, N, 1, T], column [B, N, S],
+           diagonal [B, N, S + T - 1] by ascending q - kv, tile [B, N, T, S]
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
@@ -82,15 +68,7 @@ def _scattered(
     values: jax.Array,
     placed: Placed,
 ) -> jax.Array:
-    """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the
-    array.
-
-    captures   the captured arrays of score_mod
-    load       a load of the derivative program
-    values     what the kernels summed of the cotangents of what the load reads: by load class, scalar and row [B, N, 1, T],
-               column [B, N, S], diagonal [B, N, S + T - 1] by ascending q - kv, tile [B, N, T, S]
-    placed     where queries and keys lie in the whole problem
-    """
+    """`values`, the sums of one load (see `gather_gradients`), scatter-added into zeros of its array's shape."""
     kind = ir.classify_load(load).kind
     batch, heads, q_len, kv_len = plan.batch, plan.q_heads, plan.q_len, plan.kv_len
     if kind == ir.SCALAR:
@@ -104,6 +82,7 @@ def _scattered(
     else:
         grid = hoisted.whole_grid(batch, heads, q_len, kv_len, placed)
     used = frozenset().union(*(ir.axes_of(a) for a in load.index))
+    # positions of queries or keys that differ between batch entries make the index depend on b
     if plan.origin is not None and plan.origin.differs_by_entry(used):
         used |= {"b"}
     values = values.sum(tuple(d for d, name in ((0, "b"), (1, "h")) if name not in used), keepdims=True)

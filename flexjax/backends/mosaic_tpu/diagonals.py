@@ -1,11 +1,10 @@
 """Spreads a window of diagonals over a tile, and sums a tile along its diagonals, with aligned slices and few rolls.
 
-An entry (i, j) of a tile reads element `first + j - i` of a window of diagonals. TPUs have no such skewed read, so a window
-is stored *skewed*, in 8 copies: row r is the window shifted right by r. Rows 8 g .. 8 g + 7 of the tile are then one slice
-of the skewed window that starts at lane `first - 8 g`; one roll serves all groups g with the same start modulo 128 lanes.
-`toeplitz_sums` is the transpose, which gradients need.
-
-A window is the part of a diagonal array (geometry.py) that has the diagonals of one tile.
+An entry (i, j) of a tile reads element `first + j - i` of a window: the part of a diagonal array (geometry.py) that has
+the diagonals of the tile. TPUs have no such skewed read, so a window is stored *skewed*, in 8 copies: row r is the
+window shifted right by r. Rows 8 g .. 8 g + 7 of the tile are then one slice of the skewed window that starts at lane
+`first - 8 g`; one roll serves all groups g with the same start modulo 128 lanes. `toeplitz_sums` is the transpose,
+which gradients need.
 """
 
 import jax
@@ -16,14 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.integers import cdiv
 
-SKEW = 8
-"""Rows of a skewed window: the sublanes of one vector register."""
+SKEW = 8  # rows of a skewed window: the sublanes of one vector register
 
 
 def skewed(diagonals: jax.Array) -> jax.Array:
-    """An array of diagonals [..., n] in 8 copies, [..., 8, n], row r shifted right by r: out[..., r, x] =
-    diagonals[..., x - r], 0 for x < r. The last r elements are dropped from row r.
-    """
+    """[..., n] in 8 copies [..., 8, n]: out[..., r, x] = diagonals[..., x - r], 0 for x < r."""
     rows = [
         jnp.pad(diagonals, [(0, 0)] * (diagonals.ndim - 1) + [(r, 0)])[..., : diagonals.shape[-1]] for r in range(SKEW)
     ]
@@ -31,10 +27,7 @@ def skewed(diagonals: jax.Array) -> jax.Array:
 
 
 def unskewed_sums(array: jax.Array) -> jax.Array:
-    """The transpose of `skewed`, by which `dq_kernel` ends the sums of `toeplitz_sums`: out[..., x] = sum over r of array[..., r, x + r],
-    of an array [..., 8, n], as [..., n]. Rows are shifted and not rolled: what would come from past the end is 0, and the first r
-    elements of row r are dropped.
-    """
+    """The transpose of `skewed`: out[..., x] = sum over r of array[..., r, x + r], from [..., 8, n] to [..., n]."""
     length = array.shape[-1]
     widths = [(0, 0)] * (array.ndim - 2)
     parts = [jnp.pad(array[..., r, r:], [*widths, (0, r)])[..., :length] for r in range(SKEW)]
@@ -44,9 +37,9 @@ def unskewed_sums(array: jax.Array) -> jax.Array:
 def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
     """A skewed window [8, lanes] spread over a tile [rows, cols], so that each diagonal of the tile has one value.
 
-    out[i, j] = window[i % 8, first + j - 8 * (i // 8)]
+        out[i, j] = window[i % 8, first + j - 8 * (i // 8)]
 
-    first   the lane of the window that row 0 reads at column 0; large enough that no row starts before lane 0
+    `first` is so large that no row starts before lane 0.
     """
     rolled: dict[int, jax.Array] = {}
     groups = []
@@ -65,9 +58,6 @@ def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
     """The transpose of `toeplitz`: the sums of a tile [rows, cols] along its diagonals, as a skewed window [8, width].
 
     tile[i, j] is added at (i % 8, first + j - 8 * (i // 8)); `unskewed_sums` then adds the 8 rows.
-
-    width   lanes of the window
-    first   the lane to which row 0 adds its element of column 0
     """
     rows, cols = tile.shape
     if rows % SKEW:
@@ -93,5 +83,6 @@ def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
 
 
 def _roll(window: jax.Array, shift: int) -> jax.Array:
-    """The window rolled right by `shift` lanes: what leaves it on the right comes in on the left."""
-    return pltpu.roll(window, np.int32(shift), 1)  # pyright: ignore[reportArgumentType]  # an int would be int64 with x64
+    """Rolled right by `shift` lanes: what leaves on the right comes in on the left."""
+    # an int would be int64 with x64
+    return pltpu.roll(window, np.int32(shift), 1)  # pyright: ignore[reportArgumentType]

@@ -3,17 +3,11 @@
     grid step = one visited tile (query tile, key tile) of one query head; all tiles of a row follow one another
 
 Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum as
-[queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends. Exponentials
-are to base 2; without a score program, the scale is folded into their argument.
+[queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends.
+Exponentials are to base 2; without a score program, the scale is folded into their argument.
 
-A row is a row of tiles: one query tile with all its visited key tiles. A strip is a range of keys of a tile whose scores are
-computed at once. "Checked" strips may have entries that are hidden or past the end. A separated bias is one that affine_bias.py
-takes out of the score.
-
-Keys and values in pages are copied by the kernel itself, a visit ahead (page_copies.py); all others by the pipeline of Pallas.
-
-A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
-Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
+The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); the pipeline of Pallas copies all
+others.
 """
 
 import dataclasses
@@ -55,52 +49,32 @@ T = typing.TypeVar("T")
 
 
 class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a visit.
+    """Blocks of a visit."""
 
-    query         [queries, D]
-    key, value    [keys, D] and [keys, E]; in pages the whole pools instead, [P, page, D] and [P, page, E], in HBM
-    sinks         [1, queries], the sink of each row, for a plan in pages whose heads are joined, so that rows of a head have
-                  sinks of their own; None for other plans
-    key_scale     [1, keys], what the products of each key are multiplied by, for quantised pages; None for other plans
-    value_scale   [1, keys], what the weights of each value are multiplied by, for quantised pages; None for other plans
-    """
-
-    query: T
-    key: T
-    value: T
-    sinks: T | None
-    key_scale: T | None = None
-    value_scale: T | None = None
+    query: T  # [queries, D]
+    key: T  # [keys, D]; in pages the whole pool in HBM, [P, page, D]
+    value: T  # [keys, E]; in pages the whole pool in HBM, [P, page, E]
+    sinks: T | None  # [1, queries], of a plan in pages, whose heads are joined; None for other plans
+    key_scale: T | None = None  # [1, keys], factors of the products of each key of quantised pages
+    value_scale: T | None = None  # [1, keys], factors of the weights of each value of quantised pages
 
 
 class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a row.
+    """Blocks of a row."""
 
-    out          [queries, E]
-    lse          [1, queries] float32, natural logarithms
-    max_scores   [1, queries] float32; None unless the plan asks for it
-    rounding     what rounding took from out, [queries, E]; None unless the plan asks for it
-    """
-
-    out: T
-    lse: T
-    max_scores: T | None
-    rounding: T | None
+    out: T  # [queries, E]
+    lse: T  # [1, queries] float32, natural logarithms
+    max_scores: T | None  # [1, queries] float32
+    rounding: T | None  # what rounding took from out, [queries, E]
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
-    """What the kernel keeps in VMEM, float32, for one row.
+    """What the kernel keeps in VMEM, float32, for one row."""
 
-    maximum       row maximum, the same in each lane, [queries, 128]
-    total         partial row sums, [queries, 128]
-    accumulated   output before it is divided by the row sum, [queries, E]
-    slots         tiles of keys and values that are copied out of pages; None for contiguous ones
-    """
-
-    maximum: T
-    total: T
-    accumulated: T
-    slots: PageSlots[T] | None
+    maximum: T  # row maximum, the same in each lane, [queries, 128]
+    total: T  # partial row sums, [queries, 128]
+    accumulated: T  # output before it is divided by the row sum, [queries, E]
+    slots: PageSlots[T] | None  # tiles of keys and values in pages
 
 
 Refs = KernelRefs[ForwardInputs[jax.Ref], ForwardOutputs[jax.Ref], ForwardScratch[jax.Ref]]
@@ -108,30 +82,24 @@ Refs = KernelRefs[ForwardInputs[jax.Ref], ForwardOutputs[jax.Ref], ForwardScratc
 
 @dataclasses.dataclass(frozen=True)
 class ForwardKernel:
-    """The body of the forward kernel, with what is static about it.
+    """The body of the forward kernel, with what is static about it."""
 
-    plan     of the call, after heads were joined or packed
-    tiles    sizes of a tile
-    scores   the programs of the kernel
-    copies   how keys and values come out of their pages; None if they are contiguous
-    """
-
-    plan: KernelPlan
-    tiles: vmem.Tiles
+    plan: KernelPlan  # after heads were joined or packed
+    tiles: vmem.VmemTiles
     scores: TileScores
-    copies: PageCopies | None = None
+    copies: PageCopies | None = None  # None if keys and values are contiguous
 
     @property
     def identity(self) -> bool:
-        """Whether the row maximum may be taken of q . k, before the scale, because a positive scale is all that is applied to it."""
+        """Whether the row maximum is taken of q . k, because only a positive scale is applied to it."""
         return self.plan.score is None and self.plan.scale > 0
 
     @property
     def whole_powers(self) -> bool:
-        """Whether references of rows are multiples of ln 2 (integers in base 2), so that the backward pass can round its weights to
-        those of this pass (tile_math.py): where `KernelPlan.rounds_weights_alike` says so. Scores are then converted to base 2 before
-        the row maximum is taken, which is rounded up to an integer. Scores that may be large stay in base e, and their maximum is
-        rounded up to a multiple of ln 2 if its magnitude is below MAX_WHOLE (`tile_math.whole_power`).
+        """Whether references of rows are multiples of ln 2, so that both passes round weights alike (tile_math.py).
+
+        Scores are then converted to base 2 before the row maximum is taken, which is rounded up to an integer. Scores
+        that may be large stay in base e, and their maximum is rounded up by `tile_math.whole_power`.
         """
         return self.plan.rounds_weights_alike
 
@@ -142,24 +110,22 @@ class ForwardKernel:
 
     @property
     def to_base_2(self) -> np.float32:
-        """The factor by which what `strip_scores` returns is multiplied to get scores to base 2 (for exp2)."""
+        """The factor from what `strip_scores` returns to scores to base 2 (for exp2)."""
         if self.in_base_2:
             return np.float32(1.0)
         return np.float32(self.plan.scale * LOG2E if self.identity else LOG2E)
 
     @property
     def to_natural(self) -> np.float32:
-        """The factor by which what `strip_scores` returns is multiplied to get scores to base e: those after score_mod."""
+        """The factor from what `strip_scores` returns to scores to base e."""
         if self.in_base_2:
             return np.float32(LN2)
         return np.float32(self.plan.scale if self.identity else 1.0)
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit. With
-        keys in pages it also starts and awaits their copies.
+        """One grid step: opens the row at its first visit, adds the tile, writes the row at its last visit.
 
-        An idle visit, the only one of a row without tiles, adds nothing, so that out is 0 and lse -inf (or the sink); the
-        strips of a full tile are not checked.
+        An idle visit, the only one of a row without tiles, adds nothing, so that out is 0 and lse -inf (or the sink).
         """
         visit = self.scores.order.visit(refs.tables)
         if self.copies is not None and refs.scratch.slots is not None:
@@ -168,13 +134,11 @@ class ForwardKernel:
 
         @pl.when(visit.first)
         def open_row() -> None:
-            """Sets the row maximum to -inf and the sums to 0, at the first visit of a row."""
             fill(refs.scratch.maximum, -jnp.inf)
             fill(refs.scratch.total, 0.0)
             fill(refs.scratch.accumulated, 0.0)
 
         def every_strip(checked: bool) -> None:
-            """Adds the tile to the row, strip by strip; `checked`: whether entries may be hidden or past the end."""
             tiles = self.tiles
             for col0 in range(0, tiles.kv, tiles.strip):
                 strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
@@ -184,16 +148,13 @@ class ForwardKernel:
 
         @pl.when(visit.last)
         def close_row() -> None:
-            """Writes the outputs of a row, at its last visit."""
             self.finish_row(KernelStep(refs, visit, Strip(self.tiles.q, 0, min(LANES, self.tiles.kv)), False))
 
     def strip_scores(self, step: KernelStep, qk: jax.Array) -> jax.Array:
-        """The scores of a strip of which the row maximum is taken, float32 (queries, keys), from the products qk = q . k
-        of the strip.
+        """The scores of a strip of which the row maximum is taken, float32 (queries, keys), from the products q . k.
 
-        Without a score program (`identity`) they are q . k itself; with a separated bias the scores in base 2 without
-        the row term; otherwise the scores after score_mod. With `whole_powers` they are scores in base 2 (unless they
-        may be large) and include the row term. Multiplied by `to_base_2` or `to_natural` they are scores to base 2 or e.
+        Without a score program (`identity`) they are q . k itself; with a separated bias the scores in base 2, without
+        the row term unless `whole_powers`; otherwise the scores after score_mod.
         """
         if self.identity:
             return qk
@@ -207,15 +168,7 @@ class ForwardKernel:
         return x + bias.row_term if self.whole_powers and bias.row_term is not None else x
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output in
-        scratch.
-
-        step   which strip of which visit, and the references
-
-        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked steps only.
-        Dropout, and the scales of quantised values, multiply what is added to the output, not to the row sum; the scales of
-        quantised keys multiply the products before the score program.
-        """
+        """One step of the online softmax: adds the keys of a strip to the sums in scratch."""
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
         maximum, total, accumulated, slots = refs.scratch
@@ -245,6 +198,7 @@ class ForwardKernel:
             base_2 = x if self.in_base_2 else x * self.to_base_2
             p = jnp.exp2(base_2 - repeat_lanes(subtracted, strip.cols))
             rescale = jnp.exp2(m_before * self.to_base_2 - subtracted)
+        # Dropout and the scales of quantised values multiply what is added to the output, not to the row sum.
         total[...] = total[...] * rescale + lane_sums(p)
         maximum[...] = m
         multiplier = self.scores.dropout(step)
@@ -259,12 +213,11 @@ class ForwardKernel:
         accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
 
     def finish_row(self, step: KernelStep) -> None:
-        """Writes out, lse and, if the plan asks for them, max_scores and rounding of a row of tiles, from its sums in scratch;
-        runs at the row's last visit.
+        """Writes out, lse, max_scores and rounding of a row of tiles from its sums, at the row's last visit.
 
-        A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse -inf; NaN
-        stays. A query that does not exist, whose slot may hold NaN, has out 0 and lse -inf with a sink too. The strip of `step`
-        may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
+        A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
+        -inf; so has a query that does not exist, with a sink too. NaN stays. The strip of `step` may be any of the
+        tile: it gives the row term.
         """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref, rounding_ref = refs.outputs
@@ -309,13 +262,11 @@ class ForwardKernel:
 
 
 def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
-    """The forward pass of a plan by the forward kernel: out, lse and, where `max_scores` and `returns_rounding` of the plan are True,
-    max_scores and rounding, in the shapes and dtypes that Results (plan/kernel_plan.py) says for the plan.
+    """The forward pass of a plan by the forward kernel, as Results (plan/kernel_plan.py) says.
 
-    plan       one that the backend does not refuse, with mask blocks of the sizes that support.py takes. With keys in pages the caller
-               has joined its heads (plan/join_heads.py), because a page is copied with the keys of all heads
-    operands   of that plan; the caller splits results of joined heads
-    chip       the TPU whose VMEM decides the tiles
+    plan   one that the backend does not refuse, with mask blocks of the sizes that support.py takes; with keys in pages
+           its heads are
+           joined (rewrites/join_heads.py), because a page is copied with the keys of all heads
     """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
@@ -370,11 +321,8 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
 
 
 def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """(arrays that the kernel prefetches to SMEM before the lengths, sinks of rows [1, T] float32 or None).
-
-    Keys in pages: the page numbers, int32 [B * n], are prefetched, and sinks are those of rows, of which a visit reads a
-    block. Otherwise the sinks of heads, [N], are prefetched if the plan has any, and there are no sinks of rows.
-    """
+    """(arrays that the kernel prefetches to SMEM before the lengths, sinks of rows [1, T] float32 or None)."""
+    # With pages the heads are joined, so that rows of a head have sinks of their own.
     if operands.pages is not None:
         return (operands.pages.reshape(-1),), None if operands.sinks is None else operands.sinks.astype(F32)
     if operands.sinks is None or not plan.has_sinks:
@@ -383,13 +331,9 @@ def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, 
 
 
 def _inputs(
-    plan: KernelPlan, operands: Operands, tiles: vmem.Tiles, maps: layouts.IndexMaps
+    plan: KernelPlan, operands: Operands, tiles: vmem.VmemTiles, maps: layouts.IndexMaps
 ) -> tuple[Operand, Operand, Operand]:
-    """(query, key, value), each with its block spec, in the shapes of layouts.fold; key and value as whole pools in HBM if they are in
-    pages, whose one head is left out: [P, page, dim].
-
-    tiles, maps   sizes of a tile, and the index maps of the kernel
-    """
+    """(query, key, value) with block specs, in the shapes of layouts.fold; pools in HBM lose their one head."""
     shapes = layouts.FoldedShapes.of(plan)
     if not plan.page:
         q, k, v = layouts.fold(plan, operands)

@@ -8,12 +8,6 @@ them, and hoisted.py computes their values:
     diagonals    [batch or 1, heads or 1, 8, length], skewed windows at 128-aligned starts (diagonals.py)
     tiles        [batch or 1, heads or 1, q_len, kv_len] blocks; a captured array itself as [planes, rows, columns]
     tables       [1, n] whole, for gathers
-
-A hoisted value is one that XLA computes before the kernel starts (split_program.py, with its axis classes). A strip is the part
-of a tile that a kernel evaluates at once. An index map is the function of a block spec from a grid step to the number of a block.
-
-A SplitProgram is a program with the decision which of its values are hoisted, a HoistedValue one of these, a TileGeometry the
-sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses
@@ -53,20 +47,14 @@ class Operand:
 
 
 class ScalarTables:
-    """Numbers of each batch entry and head, such as the hoisted values that depend on b and h alone, as two tables [n, batch *
-    heads]: float32 and int32, a row for each of them.
-    """
+    """Numbers of each batch entry and head as two tables [n, batch * heads], float32 and int32."""
 
     def __init__(self, geometry: TileGeometry):
-        """Two tables without rows; `geometry` gives batch and heads."""
         self.shape = (geometry.batch, geometry.heads, 1, 1)
         self._rows: tuple[list[jax.Array], list[jax.Array]] = ([], [])
 
     def add(self, values: jax.Array, dtype: str) -> tuple[int, int]:
-        """Adds a row for a value that broadcasts to [batch, heads, 1, 1]; returns (which table, which row) it is in.
-
-        dtype   "float32" puts it in table 0, "int32" in table 1
-        """
+        """Adds a row for a value that broadcasts to [batch, heads, 1, 1]; returns (which table, which row)."""
         table = 0 if dtype == "float32" else 1
         flat = jnp.broadcast_to(values, self.shape).reshape(self.shape[0] * self.shape[1])
         self._rows[table].append(_as_operand_dtype(flat, dtype))
@@ -74,7 +62,7 @@ class ScalarTables:
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
-        """The float32 and the int32 table; [1, 1] of zeros where a table has no row."""
+        # a table without rows is [1, 1]
         floats, ints = self._rows
         return (
             jnp.stack(floats) if floats else jnp.zeros((1, 1), jnp.float32),
@@ -83,7 +71,7 @@ class ScalarTables:
 
 
 class KernelPosition(typing.NamedTuple):
-    """Which tile a grid step computes: batch entry, query head, query tile, key tile (traced scalars)."""
+    """Which tile a grid step computes (traced scalars)."""
 
     b: jax.Array
     h: jax.Array
@@ -92,13 +80,7 @@ class KernelPosition(typing.NamedTuple):
 
 
 class HoistedOperands:
-    """The hoisted operands of all programs of one kernel.
-
-    geometry        sizes of the matrix and of the tiles
-    tile_at         from a grid step to its tile, for index maps
-    operands        arrays in VMEM, with their block specs
-    scalar_tables   the two arrays of ScalarTables, which the launch prefetches
-    """
+    """The hoisted operands of all programs of one kernel; a program's number is its place in `programs`."""
 
     def __init__(
         self,
@@ -110,14 +92,13 @@ class HoistedOperands:
     ):
         """Evaluates the hoisted values of all programs and lays them out as operands.
 
-        programs           split programs with their captured arrays; a program's number is its place here
         scalars_from_end   how many prefetched references there are from the first scalar table on, that one included
         starts             the tables of an origin
         """
         self.geometry = geometry
-        self.tile_at = tile_at
+        self.tile_at = tile_at  # from a grid step to its tile, for index maps
         self._placed = (geometry.origin, starts)
-        self.operands: list[Operand] = []
+        self.operands: list[Operand] = []  # arrays in VMEM
         self._scalars_from_end = scalars_from_end
         self._operand_of: dict[Key, int] = {}
         self._scalar_of: dict[Key, tuple[int, int]] = {}
@@ -135,12 +116,10 @@ class HoistedOperands:
             for load in split.gathers:
                 self._add((number, load.out.id), _gather_table(captures[load.capture]))
         self._first_offset = {axis: self._add_offsets(tables, axis) for axis in ("q", "kv")}
-        self.scalar_tables = tables.arrays
+        self.scalar_tables = tables.arrays  # the launch prefetches them
 
     def _add_offsets(self, tables: ScalarTables, axis: str) -> int:
-        """Adds a row to the int32 table for each run of queries (`axis` "q") or keys ("kv"): position minus row number, of
-        each batch entry. Returns the number of the first of these rows; 0 without an origin, where none is added.
-        """
+        """Adds an int32 row for each run: position minus row number; returns the first row."""
         layout, starts = self._placed
         if layout is None or starts is None:
             return 0
@@ -150,13 +129,7 @@ class HoistedOperands:
         return rows[0]
 
     def _offset(self, scalars: Sequence[jax.Ref], axis: str, row: jax.Array, head: jax.Array) -> jax.Array:
-        """Inside the kernel: what to add to the numbers of rows in the run that contains row `row` to get positions, an
-        int32 scalar from the scalar tables.
-
-        scalars   references of `scalar_tables`
-        axis      "q" or "kv": whether rows of query or of key are meant
-        head      number b * heads + h of the batch entry and query head
-        """
+        """In a kernel: position minus row number in the run that contains `row`; `head` is b * heads + h."""
         layout = self._placed[0]
         assert layout is not None
         run, runs = (layout.query_run, layout.query_runs) if axis == "q" else (layout.key_run, layout.key_runs)
@@ -166,18 +139,15 @@ class HoistedOperands:
         return scalars[1][number, head]
 
     def _add(self, key: Key, operand: Operand) -> None:
-        """Appends an operand, the one that `view` reads for the value `key`."""
         self._operand_of[key] = len(self.operands)
         self.operands.append(operand)
 
     def _evaluate(self, split: SplitProgram, captures: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """The hoisted values of one program, evaluated by JAX outside of the kernel: id of the value -> its array.
 
-        split, captures   the program, and its captured arrays
-
-        An array is [b, h, q, kv] with size 1 along the axes that the value does not depend on; of a value of class delta it is
-        [b, h, T + S - 1, 1] with the diagonals along dimension 2 (`hoisted.diagonal_grid`). Values with a `direct_load` are
-        left out, because the kernel reads their captured arrays.
+        An array is [b, h, q, kv] with size 1 along the axes that the value does not depend on, or that of
+        `hoisted.diagonal_grid`. Values with a `direct_load` are left out, because the kernel reads their captured
+        arrays.
         """
         g = self.geometry
         found: dict[int, jax.Array] = {}
@@ -192,16 +162,11 @@ class HoistedOperands:
     # ------------------------------------------------------------------ operands
 
     def _operand(self, value: HoistedValue, values: jax.Array) -> Operand:
-        """The operand of one hoisted value of axis class q, kv, delta or tile; `values`: what XLA evaluated, of rank 4.
-
-        By class, a kernel gets in each grid step the part of a row, of a column, the window of the diagonals, or the block that
-        belongs to its tile.
-        """
+        """The operand of a value of axis class q, kv, delta or tile from what XLA evaluated."""
         g = self.geometry
         batch, heads = value.leading_sizes(g.batch, g.heads)
 
         def leading(b: jax.Array, h: jax.Array) -> tuple[jax.Array | np.int32, jax.Array | np.int32]:
-            """The indices of (b, h) in the first two dimensions of the operand: 0 where it does not depend on them."""
             return (b if batch > 1 else ZERO, h if heads > 1 else ZERO)
 
         if value.axis_class in (split_program.ROW, split_program.COLUMN):
@@ -210,7 +175,6 @@ class HoistedOperands:
             values = jnp.broadcast_to(values.reshape(*values.shape[:2], 1, -1), (batch, heads, 1, length))
 
             def at_row(*grid: jax.Array) -> tuple:
-                """The index map: the block of the step's query tile (class q) or key tile (class kv)."""
                 b, h, i, j = self.tile_at(*grid)
                 return (*leading(b, h), ZERO, i if along_q else j)
 
@@ -220,7 +184,6 @@ class HoistedOperands:
             values = diagonals.skewed(g.pad_diagonals(values))
 
             def at_window(*grid: jax.Array) -> tuple:
-                """The index map: the first element of the window of the step's tile."""
                 b, h, i, j = self.tile_at(*grid)
                 return (*leading(b, h), ZERO, g.window_start(i, j))
 
@@ -228,7 +191,6 @@ class HoistedOperands:
         values = jnp.broadcast_to(values, (batch, heads, g.q_len, g.kv_len))
 
         def at_tile(*grid: jax.Array) -> tuple:
-            """The index map: the block of the step's tile."""
             b, h, i, j = self.tile_at(*grid)
             return (*leading(b, h), i, j)
 
@@ -237,14 +199,10 @@ class HoistedOperands:
     def _captured_blocks(
         self, split: SplitProgram, load: Load, captures: Sequence[jax.Array], tables: ScalarTables
     ) -> Operand:
-        """The operand of a load that gets blocks of its captured array itself: the array as [planes, rows, columns].
+        """The operand of a load that gets blocks of its captured array itself, as [planes, rows, columns].
 
-        split, captures   the program of the load, and its captured arrays
-        load              the load; its last two indices are plain q and kv
-        tables            the scalar tables, which get a row
-
-        Queries index the rows and keys the columns. The plane of each (b, h), computed from the load's other indices, is added
-        to the int32 scalar table in `tables`, where the index map reads it.
+        The plane of each (b, h), computed from the load's other indices, is a row of the scalar tables, where the index
+        map reads it.
         """
         g = self.geometry
         array = captures[load.capture]
@@ -259,12 +217,14 @@ class HoistedOperands:
         one_plane = math.prod(shape) == 1
 
         def at_plane(*grid_and_tables: jax.Array) -> tuple:
-            """The index map: the block of the step's tile in the plane of its (b, h)."""
             b, h, i, j = self.tile_at(*grid_and_tables)
             ints = grid_and_tables[-self._scalars_from_end + 1]
             return (ZERO if one_plane else ints[row, b * np.int32(g.heads) + h], i, j)
 
-        flat = array.reshape(-1, *array.shape[-2:])
+        # a block that is no whole number of vectors has to be all of the array's dimension
+        rows = g.q_len if g.block_q % 8 else array.shape[-2]
+        columns = g.kv_len if g.block_kv % LANES else array.shape[-1]
+        flat = array[..., :rows, :columns].reshape(-1, rows, columns)
         return Operand(flat, pl.BlockSpec((None, g.block_q, g.block_kv), at_plane))
 
     # ------------------------------------------------------------------ inside the kernel
@@ -277,12 +237,7 @@ class HoistedOperands:
         at: KernelPosition,
         strip: Strip,
     ) -> StripView:
-        """In a kernel: where a strip lies, and functions that read the operands of one program on it.
-
-        number          of the program, its place among the `programs` of __init__
-        scalars, refs   references of `scalar_tables` and `operands`
-        at              the tile that the strip belongs to
-        """
+        """In a kernel: where a strip lies, and functions that read the operands of program `number` on it."""
         g = self.geometry
         b, h = at.b, at.h
         q0, k0 = at.q_tile * np.int32(g.block_q), at.kv_tile * np.int32(g.block_kv)
@@ -290,10 +245,7 @@ class HoistedOperands:
         q_size, kv_size = (strip.rows, strip.cols) if g.q_axis == 0 else (strip.cols, strip.rows)
 
         def read(value: HoistedValue) -> jax.Array:
-            """A hoisted value of the program on the strip, in a shape that broadcasts to (rows, cols): a scalar from SMEM, a
-            line, a window spread along the diagonals, or a block, by its axis class. It is float32 or int32, and for blocks of a
-            captured array of bfloat16 also bfloat16.
-            """
+            """A hoisted value on the strip, in a shape that broadcasts to (rows, cols)."""
             key = (number, value.val.id)
             if value.axis_class == split_program.UNIFORM:
                 which, row = self._scalar_of[key]
@@ -311,7 +263,6 @@ class HoistedOperands:
             return block if g.q_axis == 0 else _transposed(block)
 
         def table(load: Load) -> jax.Array:
-            """The whole table (1, n) from which the load gathers."""
             return refs[self._operand_of[(number, load.out.id)]][...]
 
         q_row, kv_row = q0 + np.int32(q_off), k0 + np.int32(kv_off)
@@ -324,26 +275,24 @@ class HoistedOperands:
 
 
 def _to_sublanes(line: jax.Array) -> jax.Array:
-    """A line (1, n) along the lanes as a column (n, 1) along the sublanes."""
+    """From (1, n) along the lanes to (n, 1) along the sublanes."""
     return line.reshape(line.shape[1], 1)
 
 
 def _transposed(block: jax.Array) -> jax.Array:
-    """The transpose of a block; one of bfloat16 becomes float32, because Mosaic transposes no bfloat16."""
+    # Mosaic transposes no bfloat16
     return block.astype(jnp.float32).T if block.dtype == jnp.bfloat16 else block.T
 
 
 def _as_operand_dtype(values: jax.Array, dtype: str) -> jax.Array:
-    """The values cast to `dtype`, that of the operand; uint32 keeps its bits as int32."""
+    """uint32 keeps its bits as int32."""
     if values.dtype == jnp.uint32:
         return lax.bitcast_convert_type(values, jnp.int32)
     return values.astype(dtype)
 
 
 def _gather_table(array: jax.Array) -> Operand:
-    """The operand of a load that gathers in the kernel: the whole captured array, flattened to (1, n) of float32 or int32 and
-    padded with 0 to a multiple of 128.
-    """
+    """The whole captured array, flattened to (1, n) of float32 or int32 and padded with 0 to a multiple of 128."""
     flat = array.reshape(1, -1)
     flat = flat.astype("float32" if jnp.issubdtype(array.dtype, jnp.floating) else "int32")
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES)))

@@ -1,9 +1,9 @@
 """Integer division inside a TPU kernel, with jax's results where those of the hardware are undefined.
 
-Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows it. The undefined
-cases are division by 0 and division of the least integer by -1; each needs selects, which are emitted only if the ranges of
-the operands allow the case. A rule computes a step of a program: it takes the step `op` (ir/program.py), which has dtypes and
-known ranges, and the values of its operands, of shapes that broadcast together, and returns the result.
+Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows it. The
+undefined cases are division by 0 and division of the least integer by -1; each needs selects, which are emitted only if
+the ranges of the operands allow the case. A rule takes a step of a program and its operands, of shapes that broadcast
+together, and returns the result.
 """
 
 import typing
@@ -22,24 +22,19 @@ F32 = jnp.float32
 
 
 def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
-    """The arguments, broadcast to their common shape; one that has it is returned as it is."""
     shape = np.broadcast_shapes(*[np.shape(a) for a in args])
     return [typing.cast(jax.Array, a) if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
 
 
 def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
-    """(least, greatest) value that an integer operand of a step may have; None where unknown."""
+    """(least, greatest) value that an integer operand may have; None where unknown."""
     if isinstance(atom, Lit):
         return int(typing.cast(int, atom.value)), int(typing.cast(int, atom.value))
     return atom.low, atom.high
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0, for the rules `_unsafe_div`, `_unsafe_floordiv` and
-    `_unsafe_floormod`; undefined for y = 0 and for the least integer by -1.
-
-    It may also be wrong at positions past the end of the matrix, where x is not in its known range; these are masked.
-    """
+    """The int32 quotient x / y, rounded down if `floor`, else towards 0; undefined in the two cases."""
     by = op.inputs[1]
     low, high = _bounds(op.inputs[0])
     if isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
@@ -49,6 +44,8 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
             return x
         if c & (c - 1) == 0 and (floor or positive):
             return lax.shift_right_arithmetic(*broadcast([x, np.int32(c.bit_length() - 1)]))
+        # The range of x does not hold at positions past the end of the matrix, where the quotient may be wrong; they
+        # are masked.
         if positive and high is not None and high < 1 << 21:
             return jnp.floor((jnp.asarray(x).astype(F32) + 0.5) * np.float32(1.0 / c)).astype(jnp.int32)
     x, y = broadcast([x, y])
@@ -60,11 +57,7 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 
 def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers if y = 0, and for the
-    least integer by -1.
-
-    An int32 remainder by a literal power of two is a bit mask; by another positive literal it is x - (x // y) * y.
-    """
+    """The remainder of x / y with the sign of y, of integers or floats."""
     by = op.inputs[1]
     if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
         c = int(typing.cast(int, by.value))
@@ -81,36 +74,28 @@ def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unsafe_floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded down, for `_defined`; undefined for y = 0 and for the least integer by -1."""
+    """The quotient x / y of int32 or uint32, rounded down."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=True)
 
 
 def _unsafe_rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of x, of integers or floats, for `_defined`; undefined for integers if y = 0, and for the
-    least integer by -1.
-    """
+    """The remainder of x / y with the sign of x, of integers or floats."""
     return lax.rem(*broadcast([x, y]))
 
 
 def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded towards 0, for `_defined`; undefined for y = 0 and for the least integer by -1."""
+    """The quotient x / y of int32 or uint32, rounded towards 0."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=False)
 
 
 def _defined(divide: Rule) -> Rule:
-    """The rule `divide` with selects around it, so that it has jax's results also for a division by 0 and of the least
-    integer by -1.
-    """
+    """The rule `divide` with jax's results also for a division by 0 and of the least integer by -1."""
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The result of `divide` for x / y, with jax's results in those of its two undefined cases that the ranges of the
-        operands allow: `_by_zero` for a divisor of 0; for a divisor of -1 the quotient -x and the remainder 0. Operations on
-        floats are those of `divide`.
-        """
         if op.out.dtype not in ("int32", "uint32"):
             return divide(op, x, y)
         by_zero, overflows = may_be(op.inputs[1], 0), quotient_may_overflow(*op.inputs)
@@ -130,11 +115,8 @@ def _defined(divide: Rule) -> Rule:
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
     """jax's result of the integer division or remainder of x by 0, in the shape and dtype of x.
 
-    op   the step; its `prim` is div, floordiv, rem or floormod, and its result is int32 or uint32
-    x    the numerators
-
-    rem gives x, and floormod 0. div, and floordiv of uint32, give all bits set (-1 in int32). floordiv of int32 gives -1 for
-    x = 0, else -2.
+    rem gives x, and floormod 0. div, and floordiv of uint32, give all bits set (-1 in int32). floordiv of int32 gives
+    -1 for x = 0, else -2.
     """
     if op.prim == "rem":
         return x

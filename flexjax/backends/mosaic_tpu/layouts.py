@@ -1,11 +1,8 @@
 """Arrays of heads as kernels read them, in both layouts, with the extra features folded into the head dim.
 
-Kernels read blocks [tokens, dim] of one head. Arrays [B, N, T, D] (BNTH) hold them as they are. Arrays [B, T, N, D] (BTNH)
-hold them too when D is a multiple of 128 or N is 1: [B, T, N * D] is the same memory, and a head is a block of lanes of it. Other
-BTNH arrays are transposed.
-
-An index map is the function of a block spec from a grid step to the number of a block; it gets the grid indices and the
-prefetched references.
+Kernels read blocks [tokens, dim] of one head. Arrays [B, N, T, D] (BNTH) hold them as they are. Arrays [B, T, N, D]
+(BTNH) hold them too when D is a multiple of 128 or N is 1: [B, T, N * D] is the same memory, and a head is a block of
+lanes of it. Other BTNH arrays are transposed.
 """
 
 import dataclasses
@@ -24,71 +21,55 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 
 class HeadTileAt(typing.Protocol):
-    """What an index map starts from: (grid indices and prefetched references) -> batch entry, head, number of the token tile."""
+    """(grid indices and prefetched references) -> (batch entry, head, token tile); an index map starts from it."""
 
-    def __call__(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(batch entry, head, token tile) of the grid step with these indices and prefetched references."""
-        ...
+    def __call__(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """How an array of heads, of sizes [batch, heads, length, dim], lies in memory for a kernel.
-
-    length         queries or keys
-    tokens_first   whether the layout of the call is BTNH
-    """
+    """How an array [batch, heads, length, dim] lies in memory for a kernel."""
 
     batch: int
     heads: int
     length: int
     dim: int
-    tokens_first: bool
+    tokens_first: bool  # the layout of the call is BTNH
 
     @property
     def heads_in_lanes(self) -> bool:
-        """Whether the kernel gets the array as [batch, length, heads * dim], where a head is a block of lanes: for a BTNH call whose dim
-        is a multiple of 128 or that has one head.
-        """
+        """Whether the kernel gets the array as [batch, length, heads * dim], where a head is a block of lanes."""
         return self.tokens_first and (self.dim % LANES == 0 or self.heads == 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that the kernel gets: [batch, length, heads * dim] if heads lie in lanes, else
-        [batch, heads, length, dim].
-        """
         if self.heads_in_lanes:
             return (self.batch, self.length, self.heads * self.dim)
         return (self.batch, self.heads, self.length, self.dim)
 
     def to_kernel(self, array: jax.Array) -> jax.Array:
-        """The array, given in the layout of the call, in the shape that the kernel gets."""
+        """From the layout of the call to the shape that the kernel gets."""
         if self.heads_in_lanes:
             return array.reshape(self.shape)
         return jnp.swapaxes(array, 1, 2) if self.tokens_first else array
 
     def from_kernel(self, array: jax.Array) -> jax.Array:
-        """The array, given in the shape that the kernel has, in the layout of the call: the inverse of `to_kernel`."""
+        """The inverse of `to_kernel`."""
         if self.heads_in_lanes:
             return array.reshape(self.batch, self.length, self.heads, self.dim)
         return jnp.swapaxes(array, 1, 2) if self.tokens_first else array
 
     def spec(self, block: int, at: HeadTileAt) -> pl.BlockSpec:
-        """The block spec of the array that the kernel gets, for blocks [block, dim]: `block` tokens of one head.
-
-        at   from a grid step to (batch entry, head, number of the token tile)
-        """
+        """For blocks [block, dim]: `block` tokens of one head."""
         if self.heads_in_lanes:
 
             def lane_index(*grid: jax.Array) -> tuple:
-                """The index map for [batch, length, heads * dim]: (batch entry, token tile, head) of a grid step."""
                 b, h, i = at(*grid)
                 return b, i, h
 
             return pl.BlockSpec((None, block, self.dim), lane_index)
 
         def head_index(*grid: jax.Array) -> tuple:
-            """The index map for [batch, heads, length, dim]: (batch entry, head, token tile, 0) of a grid step."""
             b, h, i = at(*grid)
             return b, h, i, ZERO
 
@@ -97,29 +78,19 @@ class HeadLayout:
 
 @dataclasses.dataclass(frozen=True)
 class FoldedShapes:
-    """Sizes of a call with the extra features folded in, and the layouts of its arrays.
-
-    batch, q_len, kv_len, value_dim   of the call
-    heads                             query heads
-    kv_heads                          the larger of the heads of key and key_extra, to which both and value are repeated
-    dim                               D + R: head dim and extra features
-    tokens_first                      whether the layout of the call is BTNH
-    """
+    """Sizes of a call with the extra features folded in, and the layouts of its arrays."""
 
     batch: int
-    heads: int
-    kv_heads: int
+    heads: int  # query heads
+    kv_heads: int  # the larger of the heads of key and key_extra, to which both and value are repeated
     q_len: int
     kv_len: int
-    dim: int
+    dim: int  # D + R: head dim and extra features
     value_dim: int
-    tokens_first: bool
+    tokens_first: bool  # the layout of the call is BTNH
 
     @classmethod
     def of(cls, plan: KernelPlan) -> "FoldedShapes":
-        """The folded sizes of a plan: its head dim and extra features together, and the larger of the heads of key and key_extra. A plan
-        without extra features keeps its own.
-        """
         heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
         dim = plan.head_dim + plan.extra_dim
         tokens_first = plan.layout == "BTNH"
@@ -131,92 +102,78 @@ class FoldedShapes:
         return self.heads // self.kv_heads
 
     def _layout(self, heads: int, length: int, dim: int) -> HeadLayout:
-        """The layout of an array [batch, heads, length, dim] of this call."""
         return HeadLayout(self.batch, heads, length, dim, self.tokens_first)
 
     @property
     def query(self) -> HeadLayout:
-        """The layout of query with query_extra, and of its gradient."""
         return self._layout(self.heads, self.q_len, self.dim)
 
     @property
     def key(self) -> HeadLayout:
-        """The layout of key with key_extra, and of its gradient."""
         return self._layout(self.kv_heads, self.kv_len, self.dim)
 
     @property
     def value(self) -> HeadLayout:
-        """The layout of value, and of its gradient."""
         return self._layout(self.kv_heads, self.kv_len, self.value_dim)
 
     @property
     def out(self) -> HeadLayout:
-        """The layout of out, and of its cotangent."""
         return self._layout(self.heads, self.q_len, self.value_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexMaps:
-    """Index maps of a kernel: from a grid step to the block of each array that the step's tile needs.
-
-    order   which tile each grid step visits
-    group   query heads of one key head
-
-    M below is the number of key heads, group * M = N.
-    """
+    """Index maps of a kernel: from a grid step to the block of each array that the step's tile needs."""
 
     order: VisitOrder
-    group: int
+    group: int  # query heads of one key head: group * M = N
 
     def query(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(batch entry, query head, query tile) of a grid step, for HeadLayout.spec."""
+        """(batch entry, query head, query tile), for HeadLayout.spec."""
         b, h, i, _ = self.order.tile_at(*grid)
         return b, h, i
 
     def key(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(batch entry, key head, key tile) of a grid step, for HeadLayout.spec."""
+        """(batch entry, key head, key tile), for HeadLayout.spec."""
         b, h, _, j = self.order.tile_at(*grid)
         return b, lax.div(h, np.int32(self.group)) if self.group > 1 else h, j
 
     def row(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [B, N, 1, T] in blocks of a query tile."""
+        """For an array [B, N, 1, T] in blocks of a query tile."""
         b, h, i, _ = self.order.tile_at(*grid)
         return b, h, ZERO, i
 
     def row_of_head(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [1, T] in blocks of a query tile; all batch entries and heads read the same."""
+        """For an array [1, T] in blocks of a query tile; all batch entries and heads read the same."""
         return ZERO, self.order.tile_at(*grid)[2]
 
     def head(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [B, N, x, y] with one block for each head."""
+        """For an array [B, N, x, y] with one block for each head."""
         b, h, _, _ = self.order.tile_at(*grid)
         return b, h, ZERO, ZERO
 
     def tile(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [B, N, T, S] in blocks of a tile."""
+        """For an array [B, N, T, S] in blocks of a tile."""
         return self.order.tile_at(*grid)
 
     def key_column(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [B, M, group, 1, S] in blocks of a key tile with all query heads of a group."""
+        """For an array [B, M, group, 1, S] in blocks of a key tile with all query heads of a group."""
         b, m, j = self.key(*grid)
         return b, m, ZERO, ZERO, j
 
     def columns_of_entry(self, *grid: jax.Array) -> tuple:
-        """The index map of an array [B, 1, S] in blocks of a key tile."""
+        """For an array [B, 1, S] in blocks of a key tile."""
         b, _, _, j = self.order.tile_at(*grid)
         return b, ZERO, j
 
     def row_spec(self, block: int) -> pl.BlockSpec:
-        """The block spec of an array [B, N, 1, T] for blocks of `block` queries."""
         return pl.BlockSpec((None, None, 1, block), self.row)
 
 
 def fold(plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(query, key, value) in the shapes that kernels read, with the extra features folded in.
+    """(query, key, value) in the shapes that kernels read, with the extra features appended along the head dim.
 
-    query_extra and key_extra, if the plan has them, are cast to the dtypes of query and key and appended along the head
-    dim. If key and key_extra have different numbers of heads, the heads of both and of value are repeated to the larger
-    number. Heads of query and key are not matched otherwise (grouped heads stay grouped).
+    If key and key_extra differ in heads, the heads of both and of value are repeated to the larger number.
     """
     shapes = FoldedShapes.of(plan)
     q, k, v = operands.query, operands.key, operands.value
@@ -232,11 +189,7 @@ def fold(plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, ja
 
 
 def sum_repeated_heads(array: jax.Array, heads: int, dim: int) -> jax.Array:
-    """The gradient of an operand from that of its repeated heads: the transpose of the repetition in `fold`.
-
-    Runs of equally many neighbours along dimension `dim` are summed in float32, so that `heads` remain; the dtype
-    stays. An array that has `heads` already is returned as it is.
-    """
+    """The transpose of the repetition in `fold`: equal neighbours along `dim` are summed in float32."""
     if array.shape[dim] == heads:
         return array
     shape = (*array.shape[:dim], heads, array.shape[dim] // heads, *array.shape[dim + 1 :])
@@ -244,15 +197,12 @@ def sum_repeated_heads(array: jax.Array, heads: int, dim: int) -> jax.Array:
 
 
 def rows_to_kernel(array: jax.Array, tokens_first: bool) -> jax.Array:
-    """A number for each query and head (lse, delta), [B, T, N] or [B, N, T], as float32 [B, N, 1, T], as kernels read it.
-
-    tokens_first   whether the array is [B, T, N]
-    """
+    """Numbers of queries and heads (lse, delta), [B, T, N] or [B, N, T], as float32 [B, N, 1, T]."""
     array = array.astype(jnp.float32)
     return (jnp.swapaxes(array, 1, 2) if tokens_first else array)[:, :, None, :]
 
 
 def rows_from_kernel(array: jax.Array, tokens_first: bool) -> jax.Array:
-    """The inverse of `rows_to_kernel`: [B, N, 1, T] as [B, T, N] if `tokens_first`, else [B, N, T]; the dtype stays."""
+    """The inverse of `rows_to_kernel`; the dtype stays."""
     array = array[:, :, 0, :]
     return jnp.swapaxes(array, 1, 2) if tokens_first else array

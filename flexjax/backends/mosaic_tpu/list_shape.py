@@ -1,8 +1,6 @@
 """Static sizes of the visit lists of a kernel: how many tile rows, how long, and how many launches they need.
 
 A *tile row* is a run of the order (see visit_order.py): a row of tiles, or a column of tiles in a key-major order.
-
-A TileGeometry has the sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses
@@ -11,51 +9,33 @@ from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
-TABLE_BYTES = 640 << 10
-"""SMEM that the lists of one launch may take, of 1 MiB."""
-PAGES_BYTES = 640 << 10
-"""SMEM that the page numbers of a call may take, four bytes each."""
-LISTS_BESIDE_PAGES = 256 << 10
-"""SMEM that the lists of one launch may take beside page numbers."""
+TABLE_BYTES = 640 << 10  # bytes of SMEM that the lists of one launch may take, of 1 MiB
+PAGES_BYTES = 640 << 10  # bytes of SMEM that the page numbers of a call may take, four each
+LISTS_BESIDE_PAGES = 256 << 10  # bytes of SMEM that the lists of one launch may take beside page numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class ListShape:
-    """Static sizes of the visit lists of one kernel (block_sparse_order.py).
+    """Static sizes of the visit lists of one kernel (block_sparse_order.py)."""
 
-    sub_blocks            how many mask blocks a tile has, (along q, along kv); 1 where a tile lies inside a block
-    words                 int32 words of each of a tile's two bit sets of mask blocks; 0 where a tile lies inside one mask block
-    rows                  tile rows in all, over the batch entries and heads that have block lists of their own
-    longest_row           an upper bound of the tiles that one tile row visits, at least 1
-    rows_per_launch       tile rows of one launch
-    launches_hold_heads   whether no head is split between launches
-    """
-
-    sub_blocks: tuple[int, int]
-    words: int
-    rows: int
-    longest_row: int
+    sub_blocks: tuple[int, int]  # mask blocks of a tile (along q, along kv); 1 where a tile lies inside a block
+    words: int  # int32 words of each of a tile's two bit sets of mask blocks; 0 where a tile lies inside one block
+    rows: int  # tile rows in all, over the batch entries and heads that have block lists of their own
+    longest_row: int  # an upper bound of the tiles that one tile row visits, at least 1
     rows_per_launch: int
-    launches_hold_heads: bool
+    launches_hold_heads: bool  # whether no head is split between launches
 
     @property
     def launches(self) -> int:
-        """How many launches of the kernel visit all tile rows."""
         return cdiv(self.rows, self.rows_per_launch)
 
 
 def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None:
-    """The blocks by which a kernel decides what to visit, None if it visits every tile: without a block mask and without
-    lengths.
-
-    geometry   sizes of the matrix and of the tiles
-
-    They are those of the plan's block mask. With lengths every batch entry has blocks of its own; without a block mask these
-    are then the tiles of the kernel, all partial if the plan has a mask program, else full.
-    """
+    """The blocks by which a kernel decides what to visit; None if it visits every tile."""
     blocks, g = plan.blocks, geometry
     if not any(plan.lengths):
         return blocks
+    # With lengths every batch entry has blocks of its own; without a block mask these are the tiles of the kernel.
     if blocks is not None:
         return blocks.changed(batch=plan.batch)
     # (partial, full) widths of the lists of a query block, and of the transposed ones
@@ -64,16 +44,9 @@ def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None
 
 
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:
-    """The sizes of the visit lists of one kernel, from the static widths of the block lists. The plan has blocks
-    (`block_layout`).
+    """The sizes of the visit lists of one kernel, from the static widths of the block lists; the plan has blocks.
 
-    geometry    sizes of the matrix and of the tiles
-    group       query heads of one key head
-    key_major   whether a tile row is a column of tiles; if each query head has block lists of its own, the column has the tiles
-                of the whole group
-
-    One launch takes as many tile rows as TABLE_BYTES hold (LISTS_BESIDE_PAGES with keys in pages), where a list entry takes 8
-    bytes and its two bit sets: all rows if they fit, else whole heads if one fits, else parts of a head, at least one row.
+    If each query head has block lists of its own, a column of a `key_major` order has the tiles of the whole group.
     """
     blocks, g = block_layout(plan, geometry), geometry
     assert blocks is not None
@@ -88,6 +61,7 @@ def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
         visited = r * (blocks.partial + blocks.full) * max(1, blocks.block_kv // g.block_kv)
     rows = blocks.batch * blocks.heads // members * rows_per_head
     longest_row = min(columns, max(1, visited))
+    # A list entry takes 8 bytes, and its two bit sets 8 bytes a word.
     # All rows if they fit; else whole heads if one fits, because sums over a head must end in one launch.
     most = min(TABLE_BYTES, LISTS_BESIDE_PAGES) if plan.page else TABLE_BYTES
     fit = max(1, most // (4 * (2 + 2 * words) * longest_row))

@@ -2,14 +2,16 @@
 
     visit v    waits for the copies into slot v % 2, starts those of visit v + 1 into the other slot, and computes
 
-The page numbers of all batch entries are in SMEM. A tile is copied in *pieces*: whole pages, or parts of a page where the tile is no
-multiple of it. Pieces from the key length of the batch entry on are not copied; the kernel hides those columns, and values past the
-length are zeroed once in the slot. A page number that is not in the pool is read as a page of zeros.
+The page numbers of all batch entries are in SMEM. A tile is copied in *pieces*: whole pages, or parts of a page where
+the tile is no multiple of it. Pieces from the key length of the batch entry on are not copied; the kernel hides those
+columns, and their values are zeroed in the slot. A page number that is not in the pool is read as a page of zeros.
 
-**Quantised pages** are copied as they are, and `tile_of` converts them. Their scales are rows beside the tiles, one number for each column
-(`column_scales`), so that the kernel multiplies products and weights by them and no key. Values past the length are zeroed by the kernel.
+**Quantised pages** are copied as they are, and `tile_of` converts them. Their scales are rows beside the tiles, one
+number for each column (`column_scales`), so that the kernel multiplies products and weights by them and no key. The
+kernel zeroes values past the length.
 
-Pages are those of a plan whose heads are joined (plan/join_heads.py): [P, page, D] and [P, page, E], all heads in one row of columns.
+Pages are those of a plan whose heads are joined (rewrites/join_heads.py): [P, page, D] and [P, page, E], all heads in
+one row of columns.
 """
 
 import dataclasses
@@ -33,59 +35,39 @@ T = typing.TypeVar("T")
 
 
 class PageSlots(typing.NamedTuple, typing.Generic[T]):
-    """What the copies write, two slots of each.
+    """What the copies write, two slots of each."""
 
-    key, value   VMEM: keys [2, keys, D] and values [2, keys, E] of two tiles
-    arrived      the semaphores of their copies, [2 slots, key or value]
-    copied       SMEM: how many pieces are copied into each slot, int32 [2]
-    """
-
-    key: T
-    value: T
-    arrived: T
-    copied: T
+    key: T  # VMEM: keys of two tiles [2, keys, D]
+    value: T  # VMEM: values of two tiles [2, keys, E]
+    arrived: T  # semaphores of the copies, [2 slots, key or value]
+    copied: T  # SMEM: how many pieces are copied into each slot, int32 [2]
 
 
 class Pages(typing.NamedTuple):
-    """What the copies read.
+    """What the copies read."""
 
-    key, value   the pools in HBM, [P, page, D] and [P, page, E]
-    numbers      SMEM: the page numbers [B * n], n for each batch entry
-    lengths      SMEM: the key lengths [B]
-    """
-
-    key: jax.Ref
-    value: jax.Ref
-    numbers: jax.Ref
-    lengths: jax.Ref
+    key: jax.Ref  # the pool in HBM, [P, page, D]
+    value: jax.Ref  # the pool in HBM, [P, page, E]
+    numbers: jax.Ref  # SMEM: the page numbers [B * n], n for each batch entry
+    lengths: jax.Ref  # SMEM: the key lengths [B]
 
 
 class Piece(typing.NamedTuple):
-    """Which rows one copy moves (traced scalars).
+    """Which rows one copy moves (traced scalars)."""
 
-    number             the page number, which the pool has
-    in_page, in_tile   the first row in the page, and in the tile
-    slot               the slot of the tile, 0 or 1
-    """
-
-    number: jax.Array
-    in_page: jax.Array
-    in_tile: jax.Array
-    slot: jax.Array
+    number: jax.Array  # the page number, which the pool has
+    in_page: jax.Array  # the first row in the page
+    in_tile: jax.Array  # the first row in the tile
+    slot: jax.Array  # of the tile, 0 or 1
 
 
 @dataclasses.dataclass(frozen=True)
 class PageCopies:
-    """The copies of one kernel.
+    """The copies of one kernel."""
 
-    plan    with joined heads and keys in pages
-    order   of the visits
-    tile    how many keys a tile has
-    """
-
-    plan: KernelPlan
+    plan: KernelPlan  # with joined heads and keys in pages
     order: BlockSparseOrder
-    tile: int
+    tile: int  # keys of a tile
 
     @property
     def rows(self) -> int:
@@ -94,7 +76,6 @@ class PageCopies:
 
     @property
     def scratch(self) -> PageSlots:
-        """The slots, in the dtype in which the cache stores keys and values, and their semaphores."""
         slots = lambda dim: pltpu.VMEM((2, self.tile, dim), jnp.dtype(self.plan.cache_dtype or self.plan.dtype))
         return PageSlots(
             slots(self.plan.head_dim),
@@ -104,25 +85,17 @@ class PageCopies:
         )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
-        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E], in the plan's dtype
-        and without the scales of a quantised cache.
+        """Rows `keys` of the visited tile [keys, D] and their values [keys, E], in the plan's dtype, after
+        `begin_visit`.
 
-        slots   the scratch, in which the visit has its slot
-        keys    which rows of the tile
-
-        Values of keys that do not exist are 0, unless the cache is quantised; their keys may be anything.
+        Quantised ones are without their scales. Values of keys that do not exist are 0 unless quantised; their keys may
+        be anything.
         """
         slot, dtype = _slot(visit.number), jnp.dtype(self.plan.dtype)
         return slots.key[slot, keys, :].astype(dtype), slots.value[slot, keys, :].astype(dtype)
 
     def begin_visit(self, tables: Sequence[jax.Ref], visit: TileVisit, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """In a kernel, at the start of each visit: starts the copies of the next visit, and those of this one if it is the
-        first of the launch; then waits for those of this one, and zeroes its values past the key length, unless the cache is
-        quantised.
-
-        tables         the visit lists in SMEM
-        pages, slots   what is read, and the scratch that is written
-        """
+        """Starts the copies of the next visit (at the first visit also its own), and waits for those of this visit."""
         v = jnp.asarray(visit.number)
         pl.when(v == 0)(lambda: self._start(tables, v, pages, slots))
         pl.when(self.order.visit_follows(tables, v))(lambda: self._start(tables, v + 1, pages, slots))
@@ -131,22 +104,20 @@ class PageCopies:
             self._zero_past_end(self._keys(tables, v, pages)[2], slots, _slot(v))
 
     def _keys(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(batch entry of visit v, first key of its tile, how many keys of the tile exist). For an idle visit the last is the
-        whole tile, so that nothing of it is zeroed.
-        """
+        """(batch entry of visit v, first key of its tile, how many keys of the tile exist)."""
         b, kv_tile, kind = self.order.keys_of_visit(tables, v)
         tile = np.int32(self.tile)
         start = kv_tile * tile
         keys = jnp.clip(jnp.minimum(pages.lengths[b], np.int32(self.plan.kv_len)) - start, 0, tile)
+        # an idle visit counts as a whole tile, so that nothing of it is zeroed
         return b, start, jnp.where(kind == np.int32(IDLE), tile, keys)
 
     def _start(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """Starts the copies of visit v into its slot, and records in `slots.copied` how many pieces are copied; `_wait` waits for them. A
-        piece whose page is not in the pool is zeroed at once. An idle visit copies nothing. The slot must be free: the visit two before
-        has been computed.
+        """Starts the copies of visit v into its slot, none if it is idle, and counts them in `slots.copied` for
+        `_wait`.
 
-        tables         the visit lists in SMEM
-        pages, slots   what is read, and the scratch that is written
+        The slot must be free: the visit two before has been computed. A piece whose page is not in the pool is zeroed
+        at once.
         """
         b, start, keys = self._keys(tables, v, pages)
         columns, page, rows = (
@@ -155,9 +126,7 @@ class PageCopies:
         idle = self.order.keys_of_visit(tables, v)[2] == np.int32(IDLE)
 
         def step(at: jax.Array, copied: jax.Array) -> jax.Array:
-            """Starts the copies of the piece with number `at` in the tile, or zeroes it; returns the number of copied
-            pieces, `copied` of those before included.
-            """
+            """Copies or zeroes piece `at` of the tile; returns the number of copied pieces."""
             row = start + at * rows
             number = pages.numbers[b * columns + lax.div(row, page)]
             piece = Piece(number, lax.rem(row, page), at * rows, _slot(v))
@@ -165,13 +134,11 @@ class PageCopies:
 
             @pl.when(inside)
             def copy() -> None:
-                """Starts both copies of the piece."""
                 for each in self._copies(pages, slots, piece):
                     each.start()
 
             @pl.when(~inside)
             def zero() -> None:
-                """Writes a piece of zeros."""
                 for ref in (slots.key, slots.value):
                     ref[piece.slot, self._at(piece.in_tile), :] = jnp.zeros((self.rows, ref.shape[2]), ref.dtype)
 
@@ -181,14 +148,12 @@ class PageCopies:
         slots.copied[_slot(v)] = lax.fori_loop(np.int32(0), count, step, jnp.int32(0))
 
     def _wait(self, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Waits for all copies into a slot of `slots`. A semaphore counts bytes, so there is one wait for each bit that is set
-        in the number of copied pieces, for the bytes of that power of two of pieces.
-        """
+        """Waits for all copies into a slot."""
+        # A semaphore counts bytes, so there is one wait for each bit that is set in the number of copied pieces.
         copied = slots.copied[slot]
         for bit in range((self.tile // self.rows).bit_length()):
 
             def wait(rows: int = self.rows << bit) -> None:
-                """Waits for `rows` rows of keys and as many of values."""
                 for which, ref in enumerate((slots.key, slots.value)):
                     part = ref.at[slot, pl.ds(0, rows)]
                     pltpu.make_async_copy(part, part, slots.arrived.at[slot, which]).wait()
@@ -196,16 +161,11 @@ class PageCopies:
             pl.when((copied >> bit) & 1 == 1)(wait)
 
     def _zero_past_end(self, keys: jax.Array, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Zeroes the values of the tile in `slot` of `slots` that do not exist: pieces that were not copied hold what an
-        earlier visit left there, which may be NaN, and 0 * NaN is NaN. The keys stay, because the kernel hides their columns.
+        """Zeroes the values of the rows from `keys` on in the slot's tile."""
 
-        keys   how many keys of the tile exist: its rows from this number on are zeroed
-        """
-
+        # Pieces that were not copied hold values of an earlier visit, maybe NaN. Their keys stay: the kernel hides
+        # their columns.
         def step(at: jax.Array, carry: jax.Array) -> jax.Array:
-            """Zeroes the values of piece `at` of the tile whose row in the tile is `keys` or more; returns the carry,
-            which nothing reads.
-            """
             first = at * np.int32(self.rows)
             values = slots.value[slot, self._at(first), :]
             slots.value[slot, self._at(first), :] = zero_rows_past_end(values, first, keys)
@@ -215,17 +175,15 @@ class PageCopies:
         lax.fori_loop(lax.div(keys, np.int32(self.rows)), np.int32(pieces), step, np.int32(0))
 
     def _at(self, row: jax.Array) -> slice | pl.Slice:
-        """The slice of the `self.rows` rows from `row` on, which is a multiple of `self.rows`."""
+        """`self.rows` rows from `row` on, a multiple of `self.rows`."""
         return pl.ds(pl.multiple_of(row, self.rows), self.rows)
 
     def _in_pool(self, pages: Pages, number: jax.Array) -> jax.Array:
-        """Whether the pool of `pages` has the page with this number, a traced bool scalar; False for -1, which stands for no page."""
+        """False for -1, which stands for no page."""
         return (number >= 0) & (number < np.int32(pages.key.shape[0]))
 
     def _copies(self, pages: Pages, slots: PageSlots[jax.Ref], piece: Piece) -> list:
-        """[copy of the keys, copy of the values] of a piece whose page is in the pool, from `pages` into `slots`, not started
-        yet.
-        """
+        """[copy of the keys, copy of the values], not started yet."""
         found = []
         for which, (pool, into) in enumerate(((pages.key, slots.key), (pages.value, slots.value))):
             given = pool.at[piece.number, self._at(piece.in_page)]
@@ -235,11 +193,9 @@ class PageCopies:
 
 
 def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.Array, jax.Array] | None:
-    """(scales of the keys, scales of the values) of the columns of a quantised plan with joined heads, float32 [B, 1, columns]:
-    one number for each column, 0 where no key exists; padded with 0 to whole tiles. None for plans that are not quantised. With scales of
-    pages, those of a page number that is not in the pool are 0 too: they multiply zeros, and the scale of a free page may be NaN.
+    """(key scales, value scales) of a quantised plan with joined heads, float32 [B, 1, columns]; None for other plans.
 
-    tile   columns of a tile
+    They are 0 where no key exists, and are padded with 0 to whole tiles of `tile` columns.
     """
     if operands.scales is None or operands.pages is None or operands.lengths is None:
         return None
@@ -248,15 +204,17 @@ def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.
     exists = jnp.arange(plan.kv_len, dtype=jnp.int32) < end[:, None]
 
     def of_columns(scale: jax.Array) -> jax.Array:
-        """The scales of all columns, float32 [B, 1, columns padded to whole tiles], from those of heads [M] or of pages and heads [P, M]."""
+        """From scales of heads [M] or of pages and heads [P, M]."""
         inside = (pages >= 0) & (pages < operands.key.shape[0])
         heads = scale.shape[-1]
         of_head = jnp.arange(plan.page, dtype=jnp.int32) % heads == jnp.arange(heads, dtype=jnp.int32)[:, None]
         if scale.ndim == 1:
             by_page = jnp.broadcast_to(scale, (*pages.shape, heads))
         else:
+            # Pages that are not in the pool hold zeros; the scale of a free page may be NaN.
             by_page = jnp.where(inside[..., None], scale[jnp.where(inside, pages, 0)], 0.0)
-        # A product, because XLA would store the scales of each token apart, heads padded to 128 lanes. It is exact: one factor is 1.
+        # A product, because XLA would store the scales of each token apart, heads padded to 128 lanes. It is exact:
+        # one factor is 1.
         by_column = jnp.einsum("bnm,mc->bnc", by_page, of_head.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         found = jnp.where(exists, by_column.reshape(exists.shape), 0.0)
         return jnp.pad(found, ((0, 0), (0, -plan.kv_len % tile)))[:, None]
@@ -265,5 +223,4 @@ def column_scales(plan: KernelPlan, operands: Operands, tile: int) -> tuple[jax.
 
 
 def _slot(visit: jax.Array | int) -> jax.Array:
-    """The slot, 0 or 1, of the visit with this number."""
     return lax.rem(jnp.asarray(visit), np.int32(2))

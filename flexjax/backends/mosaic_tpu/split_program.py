@@ -1,22 +1,22 @@
 """Splits a traced program between XLA and a kernel: decides for each value who computes it.
 
-The kernel computes what needs the score, and arithmetic of positions of few operations. XLA computes all other values once,
-before the kernel starts (hoisted.py), and the kernel gets them as operands (hoisted_operands.py). The form of such an operand
-follows from the axes on which the value depends:
+The kernel computes what needs the score, and arithmetic of positions of few operations. XLA computes all other values
+once, before the kernel starts (hoisted.py), and the kernel gets them as operands (hoisted_operands.py). The form of
+such an operand follows from the axes on which the value depends:
 
     axis class   depends on                 hoisted as
     uniform      b, h                       a scalar in SMEM
     q            q (b, h)                   a row of the tile
     kv           kv (b, h)                  a column of the tile
-    delta        q - kv (b, h)              a window of the diagonals, which the kernel spreads over the tile (diagonals.py)
-    tile         q and kv, not the score    a block: of the captured array itself where the read is a plain slice, otherwise
+    delta        q - kv (b, h)              a window of the diagonals, which the kernel spreads over the tile
+                 (diagonals.py)
+    tile         q and kv, not the score    a block: of the captured array itself where the read is a plain slice,
+                 otherwise
                                             of an array that XLA evaluates
     score        the score                  never: the kernel computes it, or the program is refused
 
 A read of a small table (at most SMALL_TABLE elements) at an index that only the kernel knows is a gather in the kernel.
-
-A program is a traced mod: a list of steps on scalars, each an elementwise operation (Op), a read of a captured array (Load), or a
-whole jaxpr equation (Call). Costs are vector operations for each vector of elements.
+Costs are vector operations for each vector of elements.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_tpu import tile_ops
 from flexjax.ir import program as ir
+from flexjax.ir.operations import LOOPS, REDUCTIONS
 from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Step, Val
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace.primitives import CONTROL_FLOW
 
-SMALL_TABLE = 1024
-"""Elements of the largest captured array from which a kernel gathers."""
+SMALL_TABLE = 1024  # elements of the largest captured array from which a kernel gathers
+# Vector operations on q - kv above which a hoisted window of the diagonals is cheaper than computing in the kernel.
 DELTA_COST = 6
-"""Vector operations on q - kv above which a hoisted window of the diagonals is cheaper than computing in the kernel."""
-DENSE_LIMIT = 4 << 30
-"""Bytes of the largest array that XLA evaluates for each (q, kv)."""
+DENSE_LIMIT = 4 << 30  # bytes of the largest array that XLA evaluates for each (q, kv)
 
 UNIFORM, ROW, COLUMN, DELTA, TILE, SCORE = "uniform", "q", "kv", "delta", "tile", "score"
 
@@ -47,12 +47,9 @@ class Unsupported(Exception):
 
 
 def axis_class(axes: Axes) -> str:
-    """The axis class of a value with these axes: "score" if it depends on the score; of the others "uniform" if it depends on b
-    and h at most, "q", "kv" or "delta" if on that one axis beside them, "tile" if on q and kv.
-    """
     if "score" in axes:
         return SCORE
-    moving = axes - ir.UNIFORM
+    moving = ir.positions_of(axes) - ir.UNIFORM
     if not moving:
         return UNIFORM
     if len(moving) == 1:
@@ -63,32 +60,22 @@ def axis_class(axes: Axes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HoistedValue:
-    """A value of a program that the kernel gets as an operand.
-
-    val           the result of a step of the program
-    axis_class    "uniform", "q", "kv", "delta" or "tile" (the function of that name)
-    direct_load   the load whose captured array is itself the operand, block by block; None where XLA evaluates the value
-    by_entry      whether the value differs between batch entries because their positions do
-    """
+    """A value of a program that the kernel gets as an operand."""
 
     val: Val
     axis_class: str
-    direct_load: Load | None = None
-    by_entry: bool = False
+    direct_load: Load | None = None  # the load whose captured array is itself the operand, block by block
+    by_entry: bool = False  # whether the value differs between batch entries because their positions do
 
     @property
     def dtype(self) -> str:
-        """The dtype of the operand: float32 for float32 and bfloat16, int32 for all others; blocks of a captured array keep
-        theirs.
-        """
+        """Of the operand; blocks of a captured array keep theirs."""
         if self.direct_load is not None:
             return self.val.dtype
         return "float32" if self.val.dtype in ("float32", "bfloat16") else "int32"
 
     def leading_sizes(self, batch: int, heads: int) -> tuple[int, int]:
-        """The sizes (along b, along h) of the operand: `batch` and `heads` of the call, or 1 if the value does not depend on
-        them.
-        """
+        """The sizes (along b, along h) of the operand."""
         return (batch if self.by_entry or "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
 
 
@@ -99,7 +86,7 @@ class SplitProgram:
     program   the whole program
     hoisted   the values that the kernel gets as operands
     steps     the steps that the kernel runs, in order
-    results   the results of the program
+    results   the results of the program, with 0 in place of those that depend on loop indices
     gathers   the loads among `steps`, each a gather from a small table
     """
 
@@ -107,10 +94,9 @@ class SplitProgram:
     hoisted: tuple[HoistedValue, ...]
     steps: tuple[Step, ...]
     results: tuple[Atom, ...]
-    gathers: tuple[Load, ...]
+    gathers: tuple[Load, ...]  # the loads among `steps`, each a gather from a small table
 
     def hoisted_of(self, *classes: str) -> tuple[HoistedValue, ...]:
-        """The hoisted values of these axis classes."""
         return tuple(v for v in self.hoisted if v.axis_class in classes)
 
 
@@ -120,20 +106,18 @@ def split(
 ) -> SplitProgram:
     """Decides for each value of a program whether XLA or the kernel computes it.
 
-    batch, heads, q_len, kv_len   of the call; heads are query heads
-    origin                        of the plan; None: positions count from 0
-
-    A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if the
-    kernel cannot compute it. With an origin no block of a captured array is a value as it is. Values that only hoisted ones
-    need are not in the split. Raises Unsupported if a value must be computed in the kernel and cannot be, has a dtype that no
-    kernel reads, would take XLA an array of more than DENSE_LIMIT bytes, or is a hoisted value of q - kv where the origin has
+    A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if
+    the kernel cannot compute it. Values that only hoisted ones need are not in the split. Raises Unsupported if neither
+    can compute a value, if an array would exceed DENSE_LIMIT, or if a value of q - kv is hoisted where the origin has
     several runs.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     costs = _costs(program)
     hoisted: dict[int, HoistedValue] = {}
     in_kernel: set[int] = set()
-    pending = [a for a in program.results if isinstance(a, Val)]
+    # derivatives by elements of vectors are not computed: _capture_refusal of support.py refuses them where wanted
+    results = tuple(Lit(0.0, r.dtype) if ir.loops_of(ir.axes_of(r)) else r for r in program.results)
+    pending = [a for a in results if isinstance(a, Val)]
     while pending:
         val = pending.pop()
         if val.id < ir.FIRST_FREE_ID or val.id in hoisted or val.id in in_kernel:
@@ -149,14 +133,15 @@ def split(
         value = HoistedValue(val, kind, direct, origin is not None and origin.differs_by_entry(val.axes))
         if kind == DELTA and origin is not None and not origin.single:
             raise Unsupported(
-                "it needs a value computed outside the kernel for each q - kv, and the origin has several runs of queries or keys"
+                "it needs a value computed outside the kernel for each q - kv, and the origin has several runs of "
+                "queries or keys"
             )
         _check_hoisted(value, batch, heads, q_len * kv_len)
         hoisted[val.id] = value
 
     steps = tuple(s for s in program.steps if any(o.id in in_kernel for o in s.outs))
     loads = tuple(s for s in steps if isinstance(s, Load))
-    return SplitProgram(program, tuple(hoisted.values()), steps, program.results, loads)
+    return SplitProgram(program, tuple(hoisted.values()), steps, results, loads)
 
 
 def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
@@ -165,21 +150,13 @@ def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
 
 
 class _Cost(typing.NamedTuple):
-    """What it takes to compute a value from the values of other axis classes, by the steps of its own class.
+    """What it takes to compute a value from the values of other axis classes, by the steps of its own class."""
 
-    no_kernel_form   whether one of these steps has no form in a kernel
-    operations       vector operations of all these steps
-    """
-
-    no_kernel_form: bool
-    operations: int
+    no_kernel_form: bool  # whether one of these steps has no form in a kernel
+    operations: int  # vector operations of all these steps
 
     def cheaper_hoisted(self, val: Val) -> bool:
-        """Whether to hoist `val`, which has this cost, even if the kernel could compute it.
-
-        True for uniform values; for rows and columns, if a step has no form in a kernel; for values of q - kv, if a step has
-        no form or the steps take more than DELTA_COST operations. False for all others.
-        """
+        """Whether to hoist `val`, which has this cost, even if the kernel could compute it."""
         kind = axis_class(val.axes)
         if kind == DELTA:
             return self.no_kernel_form or self.operations > DELTA_COST
@@ -187,12 +164,7 @@ class _Cost(typing.NamedTuple):
 
 
 def _costs(program: Program) -> dict[int, _Cost]:
-    """The cost of every value of the program, by id: that of its own step and those of the step's operands of the same axis class. What
-    is reached twice counts twice.
-
-    `no_kernel_form` is that of all these steps for rows, columns and values of q - kv, and that of the value's own step
-    for others.
-    """
+    """The cost of every value, by id: its own step and its operands of the same axis class."""
     costs: dict[int, _Cost] = {}
     for step in program.steps:
         for out in step.outs:
@@ -200,10 +172,10 @@ def _costs(program: Program) -> dict[int, _Cost]:
             same = [
                 costs[a.id] for a in step.inputs if isinstance(a, Val) and a.id in costs and axis_class(a.axes) == kind
             ]
-            no_form = not _has_kernel_form(step)
+            no_form = not _has_kernel_form(step) or bool(ir.loops_of(out.axes))
             if kind in (ROW, COLUMN, DELTA):
                 no_form = no_form or any(c.no_kernel_form for c in same)
-            own = tile_ops.cost(step) if isinstance(step, Op) else 1
+            own = tile_ops.cost(step) if isinstance(step, Op) and step.prim not in LOOPS else 1
             costs[out.id] = _Cost(no_form, own + sum(c.operations for c in same))
     return costs
 
@@ -212,16 +184,11 @@ def _has_kernel_form(step: Step) -> bool:
     """Whether tile_ops.py can run the step in a kernel; False for loads."""
     if isinstance(step, Call):
         return tile_ops.unary_call(step)
-    return isinstance(step, Op) and tile_ops.refusal(step) is None
+    return isinstance(step, Op) and step.prim not in LOOPS and tile_ops.refusal(step) is None
 
 
 def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
-    """Whether the kernel can compute `val`, the result of `step`.
-
-    It can gather float32, bfloat16, int32 and bool elements of small tables that differ for each (q, kv), and run the
-    operations of tile_ops.py. Raises Unsupported, with the reason, if it cannot and the value depends on the score,
-    because XLA cannot either.
-    """
+    """Whether the kernel can compute `val`; raises Unsupported if it cannot and the value depends on the score."""
     kind = axis_class(val.axes)
     if isinstance(step, Load):
         capture = program.captures[step.capture]
@@ -232,10 +199,13 @@ def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
             f"it reads a captured array of {capture} at an index computed from the score; a TPU kernel gathers "
             f"only from tables of up to {SMALL_TABLE} elements"
         )
+    elif isinstance(step, Op) and step.prim in REDUCTIONS:
+        reason = "it reads a vector in a loop over a value of the score, for which a TPU kernel has no form"
     elif isinstance(step, Call):
         if tile_ops.unary_call(step):
             return True
-        reason = f"it runs `{step.name}` on the score, which could not be unrolled"
+        why = "could not be unrolled" if step.name in CONTROL_FLOW else "has no form in a TPU kernel"
+        reason = f"it runs `{step.name}` on the score, which {why}"
     else:
         reason = tile_ops.refusal(step)
         if reason is None:
@@ -246,11 +216,7 @@ def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
 
 
 def _check_hoisted(value: HoistedValue, batch: int, heads: int, entries: int) -> None:
-    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate an array above DENSE_LIMIT.
-
-    batch, heads   of the call
-    entries        of the attention matrix of one batch entry and head: q_len * kv_len
-    """
+    """Raises Unsupported if a kernel cannot read the dtype, or XLA would evaluate an array above DENSE_LIMIT."""
     val = value.val
     if value.axis_class == TILE and value.direct_load is None:
         size = math.prod(value.leading_sizes(batch, heads)) * entries * 4
@@ -264,7 +230,6 @@ def _check_hoisted(value: HoistedValue, batch: int, heads: int, entries: int) ->
 
 
 def table_size(program: Program, load: Load) -> int:
-    """Elements of the captured array that the load reads."""
     return math.prod(program.captures[load.capture].shape)
 
 
@@ -272,8 +237,7 @@ def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
     """Whether the load reads `capture[..., q, kv]`, by plain q and kv without an offset, with other indices of b and h
     alone.
 
-    Blocks of the captured array itself are then the operand. Its dtype must be float32, bfloat16 or int32, and its last
-    two dimensions at least q_len and kv_len.
+    Blocks of the captured array itself are then the operand.
     """
     kind = ir.classify_load(load)
     capture = program.captures[load.capture]
@@ -290,32 +254,28 @@ def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
 
 # ------------------------------------------------------------------- finite programs
 
+# Operations whose results are finite for finite operands (sums of two moderate numbers included).
 FINITE_OPS = frozenset(
     {
         "add", "sub", "neg", "abs", "max", "min", "tanh", "logistic", "select_n", "convert_element_type", "eq",
-        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "erf", "floordiv", "floormod",
+        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "erf", "floordiv",
+        "floormod",
     }
 )  # fmt: skip
-"""Operations whose results are finite for finite operands (sums of two moderate numbers included)."""
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
+    """Whether every result of a score or derivative program is surely finite wherever the score is, by the operations
     alone.
 
-    Finite operands give finite results in FINITE_OPS and `tile_ops.CALLS`, in operations whose result is of b and h alone, an
-    integer or a bool, in quotients by a literal that is not 0, and in products of which one factor does not depend on the score.
-    A result that depends on an infinite literal, on any element of a captured array, or on a product of two values that depend on
-    the score, does not count as finite.
+    Elements of captured arrays and products of two values that depend on the score do not count as finite.
     """
     finite: set[int] = set(range(ir.FIRST_FREE_ID))
 
     def is_finite(atom: Atom) -> bool:
-        """Whether an operand is known to be finite."""
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
 
     def keeps_finite(step: Step) -> bool:
-        """Whether the step's results are known to be finite if its operands are, by the rules above. False for loads."""
         if isinstance(step, Call):
             return step.name in tile_ops.CALLS
         if isinstance(step, Load):

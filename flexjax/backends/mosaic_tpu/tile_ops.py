@@ -1,11 +1,10 @@
 """Runs one operation of a traced program inside a TPU kernel.
 
-Most are the jax.lax function of the same name (PLAIN). RULES rewrites those that the TPU compiler lacks or compiles badly:
-selects between booleans become and/or, divisions by constants become shifts or multiplications (integer_division.py), and
-missing transcendental functions are composed of exp, log, erf and arctan2.
-Operands are scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape. A rule is a function
-(op, *operands) -> result, where `op` is the step of the program, which has the dtypes. Functions of numbers, such as `_sinh`,
-take and return float32 arrays.
+Most are the jax.lax function of the same name (PLAIN). RULES rewrites those that the TPU compiler lacks or compiles
+badly: selects between booleans become and/or, divisions by constants become shifts or multiplications
+(integer_division.py), and missing transcendental functions are composed of exp, log, erf and arctan2. Operands are
+scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape. A rule is a function (op,
+*operands) -> result, where `op` is the step of the program.
 """
 
 import math
@@ -18,8 +17,10 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends.mosaic_tpu.integer_division import Rule, broadcast, floordiv, floormod, int_div, rem
+from flexjax.backends.tile_math import TOTAL_ORDER, threefry2x32
 from flexjax.ir.program import Call, Op
 
+# Primitives that are the function of jax.lax of the same name: they compile on float32 and int32 tiles.
 PLAIN = frozenset(
     {
         "abs", "add", "sub", "mul", "neg", "max", "min", "exp", "exp2", "log", "log1p", "tanh", "logistic",
@@ -28,21 +29,17 @@ PLAIN = frozenset(
         "shift_right_logical", "population_count", "clz", "rem",
     }
 )  # fmt: skip
-"""Primitives that a kernel writes as the function of jax.lax of the same name: they compile on float32 and int32 tiles."""
 
+# dtypes that a value may have in a kernel
 KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "int8", "uint8", "int16", "uint16"})
-"""dtypes that a value may have in a kernel."""
+# those with arithmetic; the others must be converted first
 ARITHMETIC_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
-"""Those of them with arithmetic; the others must be converted first."""
 
 F32 = jnp.float32
 
 
 def refusal(op: Op) -> str | None:
-    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can.
-
-    Either the vector unit lacks a dtype (or arithmetic on it), or the operation is neither in PLAIN nor in RULES.
-    """
+    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can."""
     name = op.prim
     for atom in (*op.inputs, op.out):
         dtype = atom.dtype
@@ -57,17 +54,15 @@ def refusal(op: Op) -> str | None:
 
 
 def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
-    """The result of the operation on operands whose shapes broadcast together, in their common shape; `refusal(op)` must be
-    None.
-    """
+    """On operands that broadcast; `refusal(op)` must be None."""
     rule = RULES.get(op.prim)
     if rule is not None:
         return rule(op, *args)
     return getattr(lax, op.prim)(*broadcast(args))
 
 
+# calls of one float scalar that a kernel can compute
 CALLS: dict[str, Callable[[jax.Array], jax.Array]] = {"one_minus_square": lambda x: (1.0 - x) * (1.0 + x)}
-"""Calls of one float scalar that a kernel can compute, by name."""
 
 
 def unary_call(step: Call) -> bool:
@@ -77,34 +72,30 @@ def unary_call(step: Call) -> bool:
 
 
 def cost(op: Op) -> int:
-    """A rough estimate of how many vector operations the operation takes for each vector of elements: 8 for divisions and
-    remainders; 2 for exponentials, logarithms, square roots, tanh, logistic and conversions; 20 for those in SLOW; 1 for all
-    others.
-    """
+    """A rough estimate of how many vector operations the operation takes for each vector of elements."""
     if op.prim in ("floordiv", "floormod", "rem", "div"):
         return 8
     if op.prim in ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "log1p", "convert_element_type"):
         return 2
-    return 20 if op.prim in SLOW else 1
+    return 120 if op.prim == "threefry2x32" else 20 if op.prim in SLOW else 1
 
 
+# operations that take some twenty vector operations
 SLOW = frozenset(
     {
         "erf", "erf_inv", "sin", "cos", "tan", "atan2", "pow", "asin", "acos", "atan", "asinh", "acosh",
         "atanh", "erfc", "expm1", "cbrt",
     }
 )  # fmt: skip
-"""Operations that take some twenty vector operations."""
 
 
 # ------------------------------------------------------------------- rewrites
 
 
 def _as_float(function: Callable[..., jax.Array]) -> Rule:
-    """A rule that casts the operands to float32, applies `function`, and casts the result to the dtype of the operation."""
+    """Casts the operands to float32, and the result to the dtype of the operation."""
 
     def rule(op: Op, *args: jax.Array) -> jax.Array:
-        """`function` of the operands in float32, in the dtype of the operation."""
         floats = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
         return function(*floats).astype(jnp.dtype(op.out.dtype))
 
@@ -112,7 +103,7 @@ def _as_float(function: Callable[..., jax.Array]) -> Rule:
 
 
 def _expm1(x: jax.Array) -> jax.Array:
-    """exp(x) - 1; for |x| < 0.3 by its Taylor polynomial of degree 7, because the subtraction would cancel digits there."""
+    """By its Taylor polynomial of degree 7 for |x| < 0.3, because the subtraction would cancel digits there."""
     small = jnp.abs(x) < 0.3
     y = jnp.where(small, x, 0.0)
     series = y * (1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7))))))
@@ -120,7 +111,7 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
-    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0, NaN and infinite numbers stay as they are."""
+    """exp(log|x| / 3), one Newton step, and the sign of x; 0, NaN and infinite numbers stay."""
     size = jnp.abs(x)
     plain = (size > 0) & (size < np.float32(np.inf))
     safe = jnp.where(plain, size, 1.0)
@@ -130,13 +121,13 @@ def _cbrt(x: jax.Array) -> jax.Array:
 
 
 def _cosh(x: jax.Array) -> jax.Array:
-    """cosh as exp(|x| - log 2) + exp(-|x| - log 2), which overflows no earlier than the result."""
+    """exp(|x| - log 2) + exp(-|x| - log 2), which overflows no earlier than the result."""
     size, half = jnp.abs(x), np.float32(np.log(2))
     return jnp.exp(size - half) + jnp.exp(-size - half)
 
 
 def _sinh(x: jax.Array) -> jax.Array:
-    """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2, which keeps digits near 0; exp(|x| - log 2) where e overflows."""
+    """From e = expm1(|x|): (e + e / (e + 1)) / 2 keeps digits near 0; exp(|x| - log 2) where e overflows."""
     e = _expm1(jnp.abs(x))
     half = 0.5 * (e + e / (e + 1.0))
     half = jnp.where(jnp.abs(x) > 80.0, jnp.exp(jnp.abs(x) - math.log(2.0)), half)
@@ -144,7 +135,7 @@ def _sinh(x: jax.Array) -> jax.Array:
 
 
 def _asinh(x: jax.Array) -> jax.Array:
-    """asinh as log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) where x^2 would overflow."""
+    """log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) where x^2 would overflow."""
     size = jnp.abs(x)
     root = jnp.log1p(size + size * size / (1.0 + jnp.sqrt(size * size + 1.0)))
     root = jnp.where(size > 1e9, jnp.log(size) + math.log(2.0), root)
@@ -152,17 +143,16 @@ def _asinh(x: jax.Array) -> jax.Array:
 
 
 def _acosh(x: jax.Array) -> jax.Array:
-    """acosh as log(x + sqrt((x - 1) (x + 1))); log(2 x) where the product would overflow."""
+    """log(x + sqrt((x - 1) (x + 1))); log(2 x) where the product would overflow."""
     return jnp.where(x > 1e9, jnp.log(x) + math.log(2.0), jnp.log(x + jnp.sqrt((x - 1.0) * (x + 1.0))))
 
 
 def _atanh(x: jax.Array) -> jax.Array:
-    """atanh as (log1p(x) - log1p(-x)) / 2."""
     return 0.5 * (jnp.log1p(x) - jnp.log1p(-x))
 
 
 def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y: int32 and uint32 are rounded towards 0, bfloat16 is divided in float32, float32 as it is."""
+    """Rounds int32 and uint32 towards 0, and divides bfloat16 in float32."""
     if op.out.dtype in ("int32", "uint32"):
         return int_div(op, x, y)
     if op.out.dtype == "bfloat16":
@@ -171,10 +161,7 @@ def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
-    """select_n: at each element, the one of the cases `given` whose number `which` has there; a bool counts as 0 or 1.
-
-    An integer that is the number of no case takes the last one.
-    """
+    """select_n; an integer `which` that is the number of no case takes the last one."""
     which, *cases = broadcast([which, *given])
     if op.inputs[0].dtype != "bool":
         chosen = cases[-1]
@@ -185,20 +172,14 @@ def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
 
 
 def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-    """`yes` where the bool `which` is True, else `no`; values of dtype "bool" by and/or, because Mosaic cannot select between
-    them.
-    """
+    """A select; of booleans by and/or, because Mosaic cannot select between them."""
     if dtype == "bool":
         return (which & yes) | (~which & no)
     return jnp.where(which, yes, no)
 
 
 def _convert(op: Op, x: jax.Array) -> jax.Array:
-    """convert_element_type: x in the dtype of the operation, by conversions that Mosaic has; x itself if it has that
-    dtype.
-
-    A number becomes a bool by != 0, and a bool is converted to int32 before it is converted to another number.
-    """
+    """convert_element_type, by conversions that Mosaic has."""
     source, target = op.inputs[0].dtype, op.out.dtype
     x = jnp.asarray(x)
     if source == target:
@@ -211,7 +192,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A comparison (eq, ne, lt, le, gt or ge) of x and y, as bool; of booleans, where False is less than True, by and, or, xor and not."""
+    """A comparison; of booleans, where False is less than True, by and, or, xor and not."""
     x, y = broadcast([x, y])
     if op.inputs[0].dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -224,7 +205,7 @@ def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """max, min, add or mul of x and y; of booleans by and (min, mul) and or (max, add)."""
+    """max, min, add or mul; of booleans by and (min, mul) and or (max, add)."""
     x, y = broadcast([x, y])
     if op.out.dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -232,20 +213,17 @@ def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
-    """x to the power of an integer literal, the parameter y of the operation."""
     return lax.integer_pow(x, int(typing.cast(int, dict(op.params)["y"])))
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x ** y by jnp.power in float32, cast to the dtype of the result of the step `op`. x and y broadcast together; y may be an
-    integer, and is then rounded to float32.
-    """
+    """In float32; an integer y is rounded to float32."""
     x, y = broadcast([x, y])
     return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 
 
 def _sign(op: Op, x: jax.Array) -> jax.Array:
-    """The sign of x: -1, 0 or 1 in the dtype of x; NaN for NaN, and 0 or 1 for uint32."""
+    """-1, 0 or 1 in the dtype of x; NaN for NaN."""
     if op.out.dtype == "uint32":
         return (x != 0).astype(jnp.uint32)
     one = jnp.ones((), x.dtype)
@@ -255,23 +233,29 @@ def _sign(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _is_finite(op: Op, x: jax.Array) -> jax.Array:
-    """Whether x is neither infinite nor NaN."""
     return jnp.abs(jnp.asarray(x).astype(F32)) < np.float32(np.inf)
 
 
 def _round(op: Op, x: jax.Array) -> jax.Array:
-    """x rounded to an integer, by the rounding method that is a parameter of the operation."""
     return lax.round(x, lax.RoundingMethod(int(typing.cast(int, dict(op.params).get("rounding_method", 0)))))
 
 
 def _bitcast(op: Op, x: jax.Array) -> jax.Array:
-    """The bits of x read as the dtype of the operation."""
     return lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype))
 
 
+def _total_order(function: Callable[..., jax.Array]) -> Rule:
+    """The rule of a comparison in total order: `function` of the operands in float32."""
+    return lambda op, *args: function(*(jnp.asarray(a).astype(F32) for a in broadcast(args)))
+
+
 def _bitwise(function: Callable[..., jax.Array]) -> Rule:
-    """A rule that broadcasts the operands to one shape and applies `function` to them."""
     return lambda op, *args: function(*broadcast(args))
+
+
+def _threefry2x32(op: Op, *words: jax.Array) -> jax.Array:
+    """One word of the hash of four words."""
+    return threefry2x32(*broadcast(words))[typing.cast(int, dict(op.params)["word"])]
 
 
 RULES: dict[str, Rule] = {
@@ -309,7 +293,8 @@ RULES: dict[str, Rule] = {
     "or": _bitwise(lambda x, y: x | y),
     "xor": _bitwise(lambda x, y: x ^ y),
     "not": _bitwise(lambda x: ~x),
+    "threefry2x32": _threefry2x32,
+    **{name: _total_order(function) for name, function in TOTAL_ORDER.items()},
     **{name: _bool_compare for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: _bool_arithmetic for name in ("max", "min", "add", "mul")},
 }
-"""Operations whose form in a kernel is not the jax.lax function of the same name: (step, *operands) -> result."""

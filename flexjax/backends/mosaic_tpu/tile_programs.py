@@ -1,13 +1,8 @@
 """Evaluates a split program on a strip of a tile, inside a kernel.
 
-`evaluate_strip` runs the steps that split_program.py leaves to the kernel; hoisted values are read through the callbacks
-of a `StripView`. Values have the shapes (), (rows, 1), (1, columns) or (rows, columns) of the strip, by their axes.
-It has a loop of its own beside ir/evaluate.py because the hoisted values are read before the first step.
-
-A strip is the part of a tile whose scores are computed at once: all rows of the tile and some of its columns. Hoisted values are
-those that XLA computes before the kernel starts.
-
-A SplitProgram is a program with the decision which of its values are hoisted and which steps the kernel runs.
+`evaluate_strip` runs the steps that split_program.py leaves to the kernel; hoisted values are read through the
+callbacks of a `StripView`. Values have the shapes (), (rows, 1), (1, columns) or (rows, columns) of the strip, by their
+axes. It has a loop of its own beside ir/evaluate.py because the hoisted values are read before the first step.
 """
 
 import dataclasses
@@ -38,34 +33,25 @@ class Strip(typing.NamedTuple):
 
     @property
     def columns(self) -> slice:
-        """The columns of the tile that the strip has."""
         return slice(self.col0, self.col0 + self.cols)
 
 
 @dataclasses.dataclass
 class StripView:
-    """Where a strip lies in the attention matrix, and how to read the operands of one program on it.
+    """Where a strip lies in the attention matrix, and how to read the operands of one program on it."""
 
-    q_axis              0: queries are rows (sublanes), keys columns (lanes); 1: the other way round
-    q_start, kv_start   positions of the query and the key of the strip's first element (traced scalars)
-    q_row, kv_row       the same counted in rows of the call
-    b, h                batch entry and query head (traced scalars)
-    rows, cols          size of the strip
-    read                gives a hoisted value on the strip, in a shape that broadcasts to (rows, cols)
-    table               gives the whole (1, n) table of a gathering load
-    """
-
-    q_axis: int
-    q_start: jax.Array
-    kv_start: jax.Array
-    q_row: jax.Array
-    kv_row: jax.Array
+    q_axis: int  # 0: queries are rows (sublanes), keys columns (lanes); 1: the other way round
+    q_start: jax.Array  # position of the first query
+    kv_start: jax.Array  # position of the first key
+    q_row: jax.Array  # row of the call of the first query
+    kv_row: jax.Array  # row of the call of the first key
     b: jax.Array
     h: jax.Array
     rows: int
     cols: int
+    # a hoisted value on the strip, in a shape that broadcasts to (rows, cols)
     read: Callable[[HoistedValue], jax.Array]
-    table: Callable[[Load], jax.Array]
+    table: Callable[[Load], jax.Array]  # the whole (1, n) table of a gathering load
 
     def _count(self, dim: int) -> jax.Array:
         """int32 0, 1, ... along dimension `dim` of the strip: (rows, 1) for 0, (1, cols) for 1."""
@@ -77,37 +63,32 @@ class StripView:
 
     @functools.cached_property
     def q(self) -> jax.Array:
-        """The positions of the strip's queries, int32 (rows, 1), or (1, cols) if q_axis is 1; they may lie past the end."""
+        """Positions, int32 (rows, 1), or (1, cols) if q_axis is 1; they may lie past the end."""
         return self.q_start + self._count(self.q_axis)
 
     @functools.cached_property
     def kv(self) -> jax.Array:
-        """The positions of the strip's keys, int32 (1, cols), or (rows, 1) if q_axis is 1; they may lie past the end."""
+        """Positions, int32 (1, cols), or (rows, 1) if q_axis is 1; they may lie past the end."""
         return self.kv_start + self._count(1 - self.q_axis)
 
     @property
     def q_rows(self) -> jax.Array:
-        """The rows of query of the strip, counted in the call, in the shape of `q`."""
+        """Rows of query, counted in the call, in the shape of `q`."""
         return self.q_row + self._count(self.q_axis)
 
     @property
     def kv_rows(self) -> jax.Array:
-        """The rows of key of the strip, counted in the call, in the shape of `kv`."""
+        """Rows of key, counted in the call, in the shape of `kv`."""
         return self.kv_row + self._count(1 - self.q_axis)
 
 
 def evaluate_strip(split: SplitProgram, view: StripView, score: jax.Array | None) -> list[jax.Array]:
-    """The results of a split program on a strip, each in a shape that broadcasts to (rows, cols). Runs inside a kernel.
-
-    view    where the strip lies, and the hoisted values of this program
-    score   the scaled scores (rows, cols), for a program that reads them; None for a mask or dropout program
-    """
+    """The results of a split program on a strip, broadcastable to (rows, cols); `score` None for a mask or dropout."""
     env: dict[int, jax.Array] = {}
     for value in split.hoisted:
         env[value.val.id] = _as_dtype(view.read(value), value.val.dtype)
 
     def read(atom: Atom) -> jax.Array:
-        """The value of an operand: a literal, a hoisted value or earlier result, the score, or an index."""
         if isinstance(atom, Lit):
             return typing.cast(jax.Array, np.asarray(atom.value, jnp.dtype(atom.dtype))[()])
         if atom.id in env:
@@ -131,7 +112,7 @@ def evaluate_strip(split: SplitProgram, view: StripView, score: jax.Array | None
 
 
 def _as_dtype(value: jax.Array, dtype: str) -> jax.Array:
-    """A hoisted or gathered value, which the kernel gets as float32 or int32, in the dtype that it has in the program."""
+    """A hoisted or gathered value, which the kernel gets as float32 or int32, in its own dtype."""
     target = jnp.dtype(dtype)
     if value.dtype == target:
         return value
@@ -139,23 +120,27 @@ def _as_dtype(value: jax.Array, dtype: str) -> jax.Array:
 
 
 def _flat_index(index: Sequence[jax.Array], shape: tuple[int, ...], strip: tuple[int, int]) -> jax.Array:
-    """The row-major position in an array of `shape` of the elements with these indices, int32 in the (rows, cols) of the strip.
-
-    index   for each dimension of the array, the index values on the strip
-    """
+    """The row-major position of the elements with these indices, int32 in the (rows, cols) of the strip."""
     flat: jax.Array | np.ndarray = np.zeros((), np.int32)
     for atom, size in zip(index, shape, strict=True):
         flat = flat * np.int32(size) + jnp.asarray(atom).astype(jnp.int32)
     return jnp.broadcast_to(flat, strip)
 
 
-def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
-    """table[0, index], (rows, cols), by lane gathers from 128 entries at a time.
+ALONG_LANES = lax.GatherDimensionNumbers(
+    offset_dims=(),
+    collapsed_slice_dims=(1,),
+    start_index_map=(1,),
+    operand_batching_dims=(0,),
+    start_indices_batching_dims=(0,),
+)
+"""The gather of `x[i, index[i, j]]`."""
 
-    table   (1, n), n a multiple of 128, of which `size` entries are real
-    index   int32 (rows, cols); clipped to 0 .. size - 1, since positions past the end of the matrix may read anything
-    """
+
+def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    """table[0, index], (rows, cols), by lane gathers from 128 entries at a time; `size` entries are real."""
     rows, cols = index.shape
+    # Positions past the end of the matrix may read anything.
     index = jnp.clip(index, 0, size - 1)
     chunks = cdiv(size, LANES)
     parts = []
@@ -168,7 +153,8 @@ def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
         found = None
         for c in range(chunks):
             entries = jnp.broadcast_to(table[:, c * LANES : (c + 1) * LANES], (rows, LANES))
-            picked = jnp.take_along_axis(entries, low, axis=1, mode="promise_in_bounds")
+            # jnp.take_along_axis would make another gather of a single row, which has no form in a kernel
+            picked = lax.gather(entries, low[..., None], ALONG_LANES, (1, 1), mode="promise_in_bounds")
             found = picked if found is None else jnp.where((here >> 7) == c, picked, found)
         assert found is not None
         parts.append(found[:, :width])

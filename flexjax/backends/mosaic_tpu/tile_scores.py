@@ -1,10 +1,6 @@
 """The programs of a call on a strip of a tile: scores after score_mod, which entries are on, and dropout's multipliers.
 
-A strip is the part of a tile whose scores are computed at once. Entries that are "on" count: the mask shows them, and they are
-not past the end of queries or keys. Hoisted operands are values of the programs that XLA computes before the kernel starts.
-
-A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
-visit, the strip, and whether some of its entries may be off ("checked").
+Entries that are "on" count: the mask shows them, and they are not past the end of queries or keys.
 """
 
 import dataclasses
@@ -28,45 +24,27 @@ from flexjax.backends.mosaic_tpu.visit_order import EDGE, VisitOrder
 from flexjax.ir.program import Lit, Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
-SCORE, MASK, DROPOUT = range(3)
-"""The programs of a kernel."""
+SCORE, MASK, DROPOUT = range(3)  # the programs of a kernel
 
 
 @dataclasses.dataclass
 class TileScores:
-    """The programs of one kernel, with their hoisted operands.
-
-    plan, operands      of the call
-    order               which tile each grid step visits
-    score               score_mod's program, or the program of its derivatives; None: identity
-    added_prefetch      scalar-prefetch arrays that the kernel adds, before the lengths
-    check_q_end         whether entries of queries past the end must be off too; not in a forward kernel, whose results for such
-                        queries are not written
-    wants_load_slopes   whether the kernel needs the derivatives with respect to captured reads
-
-    Set from these:
-
-    large       scores may be too large to scale before the row maximum is subtracted (analysis/large_scores.py)
-    separated   the score as c * s + bias where it has that form, the kernel needs nothing else of the program, and it is not
-                large; a kernel then calls `bias` in place of `scores`
-    lengths     int32 [B], those of queries and of keys that the call has: the last scalar-prefetch arrays of the kernel
-    hoisted     operands of the kernel
-    """
+    """The programs of one kernel, with their hoisted operands."""
 
     plan: KernelPlan
-    order: VisitOrder
+    order: VisitOrder  # which tile each grid step visits
     operands: Operands
-    score: Program | None
-    added_prefetch: int = 0
+    score: Program | None  # score_mod's program, or that of its derivatives; None: identity
+    added_prefetch: int = 0  # scalar-prefetch arrays that the kernel adds before the lengths
+    # Entries of queries past the end must be off too; a forward kernel does not write their results.
     check_q_end: bool = False
-    wants_load_slopes: bool = False
+    wants_load_slopes: bool = False  # derivatives with respect to captured reads
 
     def __post_init__(self) -> None:
-        """Decides whether the score is separated, splits the programs between XLA and the kernel, and evaluates the
-        hoisted operands.
-        """
-        self.large = may_be_large(self.plan.score)
+        self.large = may_be_large(self.plan.score)  # too large to scale before the row maximum is subtracted
+        # int32 [B] each; the last scalar-prefetch arrays
         self.lengths = tuple(x for x in self.operands.lengths or () if x is not None)
+        # the score as c * s + bias; a kernel then calls `bias` in place of `scores`
         self.separated = None if self.score is None or self.large else separate_bias(self.score)
         if self.separated is not None and not self._needs_only_bias():
             self.separated = None
@@ -90,11 +68,7 @@ class TileScores:
         )
 
     def _needs_only_bias(self) -> bool:
-        """Whether c * s + bias is all that the kernel needs of the score program.
-
-        It is if the program has no derivatives, or the derivative by s is the literal c and those by captured reads are not
-        wanted.
-        """
+        """Whether c * s + bias is all that the kernel needs of the score program."""
         assert self.score is not None
         assert self.separated is not None
         if len(self.score.results) == 1:
@@ -108,8 +82,7 @@ class TileScores:
 
     @functools.cached_property
     def finite_where_off(self) -> bool:
-        """Whether everything that a backward kernel multiplies at entries that are off is finite there: no tile reaches past an end or a
-        length, the score program stays finite (split_program.stays_finite), and there is no dropout.
+        """Whether everything that a backward kernel multiplies at entries that are off is finite there.
 
         Then the products are 0 because p is, and no select after them is needed.
         """
@@ -127,71 +100,46 @@ class TileScores:
         return bool(self.plan.lengths[1] or self.order.geometry.kv_len % self.order.geometry.block_kv)
 
     def end_of_queries(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of queries that exist in the batch entry of the visit, an int32 scalar; all of the call, a numpy int32,
-        without query lengths.
-        """
+        """In a kernel: how many queries of the batch entry exist; a numpy int32 without query lengths."""
         refs = step.refs.prefetched[-len(self.lengths) :]
         return refs[0][step.visit.b] if self.plan.lengths[0] else np.int32(self.plan.q_len)
 
     def end_of_keys(self, step: KernelStep) -> jax.Array | np.int32:
-        """In a kernel: the number of keys that exist in the batch entry of the visit, an int32 scalar; all of the call, a numpy int32,
-        without key lengths.
-        """
+        """In a kernel: how many keys of the batch entry exist; a numpy int32 without key lengths."""
         refs = step.refs.prefetched
         return refs[-1][step.visit.b] if self.plan.lengths[1] else np.int32(self.plan.kv_len)
 
     def _view(self, number: int, step: KernelStep) -> StripView:
-        """Where the strip of `step` lies, with functions that read the hoisted operands of one program on it.
-
-        number   the place of the program in `_split`, which has those of SCORE, MASK and DROPOUT that the call has, in this order
-        """
+        """The strip of `step`, with the hoisted operands of program `number` of `_split`."""
         refs = step.refs
         return self.hoisted.view(number, refs.scalars, refs.hoisted, step.visit.position, step.strip)
 
     def _evaluate(self, which: int, step: KernelStep, score: jax.Array | None = None) -> list[jax.Array] | None:
-        """The results of a program on the strip of `step`; None if the call has no such program.
-
-        which   SCORE, MASK or DROPOUT
-        score   the scaled scores, for SCORE
-        """
+        """The results of a program on the strip of `step`; None if the call has no such program."""
         number = self._number.get(which)
         return None if number is None else evaluate_strip(self._split[number], self._view(number, step), score)
 
     def bias(self, step: KernelStep) -> StripBias:
-        """The bias of a separated score on the strip of `step`: its part that depends on the query alone, and what is added to
-        each score (see StripBias). Only if `separated` is not None.
-        """
+        """The bias of a separated score on the strip of `step`."""
         assert self.separated is not None
         values = self._evaluate(SCORE, step)
         assert values is not None
         return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
 
     def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
-        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and
-        each ds'/dload; [score] without a program.
-
-        score   the scaled scores s, float32 (rows, cols)
-
-        s', the score after score_mod, is float32 (rows, cols); the others broadcast to it.
-        """
+        """[s' (rows, cols)] of scaled scores s, float32; of a derivative program also ds'/ds and each ds'/dload."""
         results = self._evaluate(SCORE, step, score)
         if results is None:
             return [score]
         return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
 
     def dropout(self, step: KernelStep) -> jax.Array | None:
-        """What dropout multiplies each probability of the strip by: 0 or 1 / (1 - rate), float32, broadcasts to (rows, cols);
-        None without dropout.
-        """
+        """0 or 1 / (1 - rate) for each probability, float32, broadcasts to (rows, cols); None without dropout."""
         results = self._evaluate(DROPOUT, step)
         return None if results is None else results[0].astype(jnp.float32)
 
     def on(self, step: KernelStep) -> jax.Array | None:
-        """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do.
-
-        An entry counts if its mask block is on, the mask shows it or its block is full, and its key, and with check_q_end its
-        query, exists and is not past the end.
-        """
+        """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do."""
         conditions = []
         masked = self._evaluate(MASK, step)
         bits = self.order.block_bits(step.visit, step.strip) if isinstance(self.order, BlockSparseOrder) else None

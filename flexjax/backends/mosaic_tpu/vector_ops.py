@@ -11,24 +11,17 @@ from jax import lax
 from flexjax.backends import tile_math
 from flexjax.integers import cdiv
 
-LANES = 128
-"""Lanes of a vector register."""
+LANES = 128  # of a vector register
 F32 = jnp.float32
 
 Contraction = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
-NT: Contraction = (((1,), (1,)), ((), ()))
-"""a . b^T"""
-NN: Contraction = (((1,), (0,)), ((), ()))
-"""a . b"""
-TN: Contraction = (((0,), (0,)), ((), ()))
-"""a^T . b"""
+NT: Contraction = (((1,), (1,)), ((), ()))  # a . b^T
+NN: Contraction = (((1,), (0,)), ((), ()))  # a . b
+TN: Contraction = (((0,), (0,)), ((), ()))  # a^T . b
 
 
 def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
-    """The product of two matrices in float32; float32 operands are not rounded to bfloat16.
-
-    contraction   NN for a . b, NT for a . b^T, TN for a^T . b
-    """
+    """The product of two matrices in float32; float32 operands are not rounded to bfloat16."""
     if contraction == NT and b.shape[0] == 1 and b.dtype != F32:
         # Mosaic makes a product with one row a product of vectors, and gets its types wrong below float32.
         return dot(a, jnp.broadcast_to(b, (8, b.shape[1])), NT)[:, :1]
@@ -37,9 +30,7 @@ def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
 
 
 def lane_sums(values: jax.Array) -> jax.Array:
-    """Partial sums of each row of `values` (rows, columns), as (rows, 128): lane l has the sum of the columns l, l + 128, l +
-    256, ..., and 0 if there is no such column.
-    """
+    """Partial sums of each row of (rows, columns), as (rows, 128): lane l has the columns l, l + 128, l + 256, ..."""
     rows, cols = values.shape
     total = None
     for start in range(0, cols, LANES):
@@ -52,33 +43,25 @@ def lane_sums(values: jax.Array) -> jax.Array:
 
 
 def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
-    """`state` (rows, 128), whose lanes are equal within each row, widened or cut to (rows, cols)."""
+    """(rows, 128), whose lanes are equal within each row, widened or cut to (rows, cols)."""
     if cols <= LANES:
         return state[:, :cols]
     return jnp.tile(state, (1, cdiv(cols, LANES)))[:, :cols]
 
 
 def fill(ref: jax.Ref, value: float) -> None:
-    """Sets every element of the array behind a kernel's reference `ref` to `value`."""
     ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
 
 def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int32 | jax.Array) -> jax.Array:
-    """A block `values` (rows, columns), whose first row has number `start`, with 0 in the rows from number `length` on.
-
-    Such rows lie past the end of the array, or do not exist: a block may hold anything there, NaN included.
-    """
+    """A block (rows, columns), whose first row has number `start`, with 0 in the rows from number `length` on."""
+    # A block may hold anything past the end of its array, NaN included.
     row = start + lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
     end = np.int32(length) if isinstance(length, int) else length
     return jnp.where(row < end, values, jnp.zeros((), values.dtype))
 
 
 def round_to(x: jax.Array, dtype: str, interpret: bool) -> jax.Array:
-    """`x`, float32, with its values rounded to those of `dtype`, a float dtype of 16 bits; the result is float32.
-
-    interpret   whether the kernel runs in the interpreter
-
-    In a kernel two casts do that, which Mosaic keeps. In the interpreter XLA may drop such a pair, so `tile_math.round_to` does
-    it.
-    """
+    """Float32 values rounded to a float `dtype` of 16 bits, still float32."""
+    # Mosaic keeps the two casts; in the interpreter XLA may drop such a pair.
     return tile_math.round_to(x, dtype) if interpret else x.astype(dtype).astype(F32)

@@ -1,13 +1,10 @@
 """Chooses the tiles of a plan: a model of the VMEM that a tile takes, and the tiles to try on each chip.
 
 The compiler lets a kernel use up to `Chip.vmem_limit` bytes. The model counts, per tile: input and output blocks twice,
-because they are double buffered; scratch once; and the score-sized float32 temporaries that are alive together. It is meant
-to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens, sizes of memory in bytes.
-
-VMEM is the vector memory of a TPU core. A strip is the part of a tile whose scores are computed at once. Hoisted operands are
-values of the mods that XLA computes before the kernel starts. `score` is everywhere the program of scores that the kernel runs:
-score_mod's in the forward pass, that of its derivatives in the backward pass; None without score_mod. Tiles are the sizes of a
-tile and its strips, a Chip is a generation of TPUs.
+because they are double buffered; scratch once; and the score-sized float32 temporaries that are alive together. It is
+meant to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens, sizes of memory
+in bytes. `score` is everywhere the program that the kernel runs: score_mod's in the forward pass, that of its
+derivatives in the backward pass; None without score_mod.
 """
 
 import dataclasses
@@ -25,18 +22,14 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A generation of TPUs.
+    """A generation of TPUs."""
 
-    name         as in CHIPS; "unknown" for UNKNOWN
-    vmem_limit   bytes of VMEM that a kernel may ask for
-    """
-
-    name: str
-    vmem_limit: int
+    name: str  # as in CHIPS, or "unknown"
+    vmem_limit: int  # bytes of VMEM that a kernel may ask for
 
     @property
     def budget(self) -> int:
-        """Bytes of VMEM that a tile may take by the model: three quarters of the limit, because the model is not exact."""
+        """Bytes of VMEM that a tile may take by the model, which is not exact."""
         return int(self.vmem_limit * 0.75)
 
 
@@ -47,9 +40,10 @@ CHIPS = {
     "v6e": Chip("v6e", 100 * MIB),
     "tpu7x": Chip("tpu7x", 56 * MIB),
 }
+# For the simulator and unknown chips: the least VMEM that any chip but v4 has.
 UNKNOWN = Chip("unknown", 56 * MIB)
-"""For the simulator and unknown chips: the least VMEM that any chip but v4 has."""
 
+# From jax's device kind to the name in CHIPS.
 CHIP_OF_KIND = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -61,29 +55,22 @@ CHIP_OF_KIND = {
     "TPU7": "tpu7x",
     "TPU7x": "tpu7x",
 }
-"""From jax's device kind to the name in CHIPS."""
 
 
 def chip_of(target: Target | None) -> Chip:
-    """The chip of a target; UNKNOWN for a device kind that is not in the table, as in the simulator. Without a target, the chip
-    with the most VMEM, which refuses the least.
-    """
+    """Without a target, the chip with the most VMEM, which refuses the least."""
     if target is None:
         return max(CHIPS.values(), key=lambda chip: chip.vmem_limit)
     return CHIPS.get(CHIP_OF_KIND.get(target.kind or "", ""), UNKNOWN)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """The sizes of a tile. The scores of one strip of it are computed at a time.
-
-    q, kv   queries and keys of a tile
-    strip   columns of a strip: keys in the forward and dq kernels, queries in the dk/dv kernel
-    """
+class VmemTiles:
+    """The sizes of a tile. The scores of one strip of it are computed at a time."""
 
     q: int
     kv: int
-    strip: int
+    strip: int  # columns: keys in the forward and dq kernels, queries in the dk/dv kernel
 
 
 class NoTile(Exception):
@@ -91,17 +78,14 @@ class NoTile(Exception):
 
 
 def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
-    """The size of a tile along one dimension. If the length, in whole mask blocks, is at most `wanted` or `quantum`, one tile
-    covers it (`_whole_length`). Else it is the largest legal size up to `wanted`; else, if there is none, a larger one. All sizes
-    are in tokens.
+    """The size of a tile along one dimension: the whole length if that is short, else the largest legal size up to
+    `wanted`, else a larger one.
 
     wanted    the size to stay near
-    length    queries or keys of the call
     block     size of the mask's blocks, None without a block mask
-    quantum   the size must be a multiple of this, unless it is the whole length
 
-    Legal is a multiple of `quantum`, or the whole `length`; and a multiple or a divisor of `block`, unless there are no mask
-    blocks (None) or a single one. Raises NoTile where no size up to 2048 is both.
+    Legal is a multiple of `quantum` that is a multiple or a divisor of `block`. Raises NoTile where no size up to 2048
+    is legal.
     """
     whole = length if block is None or length <= block else round_up(length, block)
     if whole <= max(wanted, quantum):
@@ -120,22 +104,14 @@ def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
 
 
 def _whole_length(length: int, block: int | None, quantum: int) -> int:
-    """The size of one tile that covers the whole length. With several mask blocks of `block` tokens: the length, rounded up to a
-    common multiple of `block` and `quantum`. With one or none (None): the length, rounded up to a multiple of `quantum` if it is
-    longer than that.
-    """
+    """The length, rounded up to whole mask blocks if there are several, and to `quantum` if it is longer."""
     if block is None or length <= block:
         return round_up(length, quantum) if length > quantum else length
     return round_up(length, math.lcm(block, quantum))
 
 
 def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:
-    """(queries, keys) of a legal tile near the wanted sizes: `tile_size` of both, and at most 32 mask blocks of keys.
-
-    wanted_q, wanted_kv   where an origin has several runs, first cut to a divisor of a run
-
-    Raises NoTile if no legal tile exists for the plan's lengths, mask blocks and runs.
-    """
+    """(queries, keys) of a legal tile near the wanted sizes, with at most 32 mask blocks of keys; raises NoTile."""
     blocks, origin = plan.blocks, plan.origin
     if origin is not None and origin.query_runs > 1:
         wanted_q = _dividing(origin.query_run, wanted_q)
@@ -153,9 +129,7 @@ def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, i
 
 
 def _dividing(run: int, wanted: int) -> int:
-    """The largest multiple of 128 (LANES) that divides the run and is at most `wanted`, or 128 if `wanted` is less. Raises
-    NoTile if there is none.
-    """
+    """The largest multiple of 128 (LANES) that divides the run and is at most `wanted`; raises NoTile."""
     found = [n for n in range(LANES, max(wanted, LANES) + 1, LANES) if run % n == 0]
     if not found:
         raise NoTile(f"the origin has several runs of {run} tokens, which is no multiple of {LANES}")
@@ -163,16 +137,13 @@ def _dividing(run: int, wanted: int) -> int:
 
 
 def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:
-    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q queries x kv keys, by the model; 0 for None.
-
-    Counted are blocks of the tile's size, windows of diagonals, rows and columns (8 sublanes each), and tables of gathers.
-    Scalars are in SMEM.
-    """
+    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q queries x kv keys."""
     if program is None:
         return 0
     split = split_program.split_for(program, plan)
     total = 0
     for value in split.hoisted:
+        # Rows and columns take 8 sublanes each, and scalars are in SMEM.
         if value.axis_class == split_program.TILE:
             total += q * kv * 4
         elif value.axis_class == split_program.DELTA:
@@ -183,13 +154,7 @@ def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) ->
 
 
 def temporaries(plan: KernelPlan, score: Program | None) -> int:
-    """An estimate of how many float32 arrays of the size of a strip's scores are alive together in a kernel.
-
-    score   the score program of the kernel, or the derivative program of a backward kernel; None: the score is not modified
-
-    It is 4, and for each of the programs (score, mask, dropout) 2 more, one more for every four steps that the kernel runs (at
-    most 6), and one more for each hoisted window of diagonals.
-    """
+    """An estimate of how many float32 arrays of the size of a strip's scores are alive together in a kernel."""
     count = 4
     for program in (score, plan.mask, plan.dropout):
         if program is not None:
@@ -198,10 +163,8 @@ def temporaries(plan: KernelPlan, score: Program | None) -> int:
     return count
 
 
-def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
-    """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file; the operands of score_mod, mask
-    and dropout programs are included.
-    """
+def forward_bytes(plan: KernelPlan, tiles: VmemTiles) -> int:
+    """Bytes of VMEM that the forward kernel takes with these tiles, by the model."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim * (1 + plan.writes_rounding)
@@ -211,11 +174,8 @@ def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
     return 2 * (blocks * item + hoisted + 3 * 8 * tiles.q * 4) + scratch + work
 
 
-def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int:
-    """Bytes of VMEM that the larger of the dq kernel and the dk/dv kernel (without dq) takes with these tiles, by the model.
-
-    score   the derivative program; None without a score_mod
-    """
+def backward_bytes(plan: KernelPlan, tiles: VmemTiles, score: Program | None) -> int:
+    """Bytes of VMEM of the larger of the dq kernel and the dk/dv kernel (without dq), by the model."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = (tiles.q + tiles.kv) * (dim + value_dim) + max(tiles.q * dim, tiles.kv * (dim + value_dim))
@@ -228,12 +188,8 @@ def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int
     return 2 * (blocks * item + hoisted + grads_out + 2 * 8 * tiles.q * 4) + scratch + work
 
 
-def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
-    """Whether the dk/dv kernel with these tiles can, in the VMEM of the chip, also hold the sums of dq of all queries of all
-    query heads of one key head.
-
-    score   the derivative program; None without a score_mod
-    """
+def dq_sums_fit(plan: KernelPlan, tiles: VmemTiles, score: Program | None, chip: Chip) -> bool:
+    """Whether the dk/dv kernel can also hold the sums of dq of all queries of the query heads of one key head."""
     item = 4 if plan.dtype == "float32" else 2
     heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
     rows = plan.q_heads // heads * round_up(plan.q_len, tiles.q)
@@ -241,8 +197,7 @@ def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chi
     return backward_bytes(plan, tiles, score) + sums <= chip.budget
 
 
-TileChoice = tuple[int, int, int]
-"""Queries, keys and strip columns of a tile to try."""
+TileChoice = tuple[int, int, int]  # queries, keys and strip columns of a tile to try
 
 FORWARD_CHOICES = (
     (1024, 1024, 512),
@@ -262,36 +217,31 @@ BACKWARD_CHOICES = (
     (128, 256, 128),
     (128, 128, 128),
 )
+# First choices where every tile is visited and no program runs: larger, for fewer grid steps.
 DENSE_FORWARD, WHOLE_TILE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
-"""First choices where every tile is visited and no program runs: larger, for fewer grid steps."""
+# For tiles of at most FEW_ROWS rows in bfloat16, a strip of the forward kernel has up to FEW_ROWS_STRIP columns,
+# because what is done once for each strip then costs more than the scores.
 FEW_ROWS, FEW_ROWS_STRIP = 64, 4096
-"""For tiles of at most FEW_ROWS rows in bfloat16, a strip of the forward kernel has up to FEW_ROWS_STRIP columns, because what is done
-once for each strip then costs more than the scores."""
+# Chips whose MXU is fast beside the vector unit. A strip is the whole tile there in the forward kernel, because the row
+# maximum and row sum are then updated once a tile.
 WHOLE_TILE_CHIPS = frozenset({"v6e", "tpu7x"})
-"""Chips whose MXU is fast beside the vector unit. A strip is the whole tile there in the forward kernel, because the row
-maximum and row sum are then updated once a tile."""
 
 
 def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...], large: int) -> tuple[TileChoice, ...]:
-    """The tiles to try for a plan, best first: `others`, and before them `dense` if the plan has no program and no block
-    mask and is bfloat16.
-
-    large   how many of the first of `others` are left out for float32, because a product of float32 is six unrolled
-            passes, and large tiles take the compiler minutes
-    """
+    """The tiles to try, best first; `dense` comes before `others` for bfloat16 without programs and blocks."""
+    # A float32 product is six unrolled passes, and large tiles take the compiler minutes.
     if plan.dtype == "float32":
         return others[large:]
     no_program = plan.mask is None and plan.blocks is None and plan.score is None and plan.dropout is None
     return (dense, *others) if no_program and plan.dtype == "bfloat16" else others
 
 
-def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
-    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first. Options block_q and block_kv take the place
-    of the sizes that `_choices` wants; `_tile_sizes` makes them legal.
+def forward_candidates(plan: KernelPlan, chip: Chip) -> list[VmemTiles]:
+    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first; [] if none does.
 
-    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
+    Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
     """
-    found: list[Tiles] = []
+    found: list[VmemTiles] = []
     options = plan.options
     whole_tile = chip.name in WHOLE_TILE_CHIPS
     dense = WHOLE_TILE_DENSE_FORWARD if whole_tile else DENSE_FORWARD
@@ -301,47 +251,39 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
         sizes = _tile_sizes(plan, options.block_q or q, options.block_kv or kv)
         few = sizes[0] <= FEW_ROWS and plan.dtype == "bfloat16" and strip < FEW_ROWS_STRIP
         for columns in (FEW_ROWS_STRIP, strip) if few else (strip,):
-            tiles = Tiles(*sizes, min(columns, sizes[1]))
+            tiles = VmemTiles(*sizes, min(columns, sizes[1]))
             if forward_bytes(plan, tiles) <= chip.budget and tiles not in found:
                 found.append(tiles)
     return found
 
 
-def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
-    """Tiles for both backward kernels whose model of VMEM fits the chip, best first. Options block_q_bwd and block_kv_bwd take
-    the place of the sizes that `_choices` wants; `_tile_sizes` makes them legal.
+def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[VmemTiles]:
+    """Tiles for both backward kernels that fit the chip's VMEM by the model, best first; [] if none does. Raises as
+    `forward_candidates`.
 
-    score   score_mod's derivative program, None without score_mod. Where the derivative program is not known yet, callers pass
-            score_mod's own program, so a tile found then may not fit the derivative program later
-
-    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks or the runs of its origin.
+    Where the derivative program is not known yet, callers pass score_mod's own program, so a tile found then may not
+    fit later.
     """
-    found: list[Tiles] = []
+    found: list[VmemTiles] = []
     options = plan.options
     for q, kv, strip in _choices(plan, DENSE_BACKWARD, BACKWARD_CHOICES, large=2):
         sizes = _tile_sizes(plan, options.block_q_bwd or q, options.block_kv_bwd or kv)
-        tiles = Tiles(*sizes, min(strip, *sizes))
+        tiles = VmemTiles(*sizes, min(strip, *sizes))
         if backward_bytes(plan, tiles, score) <= chip.budget and tiles not in found:
             found.append(tiles)
     return found
 
 
-def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
-    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip, or if none suits the
-    plan's mask blocks or the runs of its origin.
-    """
+def forward_tiles(plan: KernelPlan, chip: Chip) -> VmemTiles:
+    """The first of `forward_candidates`; raises NoTile if there is none."""
     found = forward_candidates(plan, chip)
     if not found:
         raise NoTile(f"no tile of it fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")
     return found[0]
 
 
-def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> Tiles:
-    """The tile with which both backward kernels run: the first candidate. Raises NoTile if none fits the chip, or if none suits
-    the plan's mask blocks or the runs of its origin.
-
-    score   as for `backward_candidates`
-    """
+def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> VmemTiles:
+    """The first of `backward_candidates`; raises NoTile if there is none."""
     found = backward_candidates(plan, chip, score)
     if not found:
         raise NoTile(f"no tile of its backward pass fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")

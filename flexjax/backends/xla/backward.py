@@ -1,6 +1,7 @@
 """The backward pass in XLA: one loop over the tiles of the forward pass, which computes the probabilities again.
 
-With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do and dlse the cotangents of out and lse:
+With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do and dlse the cotangents of out and
+lse:
 
     delta = sum_e do * out                 for each row
     dv    = (p r)^T do
@@ -11,11 +12,10 @@ With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), d
     dl_j  = ds' * ds'/dl_j                 summed over the entries that load the same element
     dsink = sum_rows exp(sink - lse) (dlse - delta)
 
-A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
-(block_loop.py). In the code, `delta` is already delta - dlse.
+A derivative rule that is not linear takes ds' itself and gives ds and ds' * ds'/dl_j (Program.takes_cotangent).
 
-TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
-visit computes. KeySums and QuerySums are the sums that become the gradients: over queries, and over keys of one tile row.
+A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key
+blocks (block_loop.py). In the code, `delta` is already delta - dlse.
 """
 
 import typing
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow, row_at, walk
 from flexjax.backends.xla.capture_gradients import CaptureGradients, add_at
@@ -39,43 +38,34 @@ from flexjax.backends.xla.visit_scores import (
     zero_where_off,
 )
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Wanted
 from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
 
 
 class KeySums(typing.NamedTuple):
-    """Gradients that are sums over queries, to which every tile row adds; None for those that are not wanted.
+    """Gradients that are sums over queries, to which every tile row adds; None for those that are not wanted."""
 
-    key, value, key_extra   [B, heads, padded_kv, D], [.., E] and [.., R]
-    captures                the buffers of CaptureGradients
-    """
-
-    key: Array | None
-    value: Array | None
-    key_extra: Array | None
-    captures: list[Array]
+    key: Array | None  # [B, heads, padded_kv, D]
+    value: Array | None  # [B, heads, padded_kv, E]
+    key_extra: Array | None  # [B, heads, padded_kv, R]
+    captures: list[Array]  # the buffers of CaptureGradients
 
 
 class QuerySums(typing.NamedTuple):
-    """Gradients that are sums over keys, of the queries of one tile row: [batch, heads, block_q, D] of query and [.., R] of
-    query_extra; None for those that are not wanted.
-    """
+    """Gradients that are sums over keys, of the queries of one tile row; None for those that are not wanted."""
 
-    query: Array | None
-    query_extra: Array | None
+    query: Array | None  # [batch, heads, block_q, D]
+    query_extra: Array | None  # [batch, heads, block_q, R]
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted. Of a partial plan,
-    those of query, key, value and extra features are in the dtype of scores, unless the call is empty.
+    """The gradients of the wanted operands, in their shapes and dtypes; None for the others.
 
-    given   operands, results, cotangents, what is wanted and the derivative program
-
-    Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the sinks
-    (`_empty_gradients`). A query that does not exist (lengths) has gradient 0 and adds nothing to other gradients; one that sees
-    no key neither, except that its d_lse is added to the gradient of its head's sink.
+    Of a partial plan, those of query, key, value and extra features are in the dtype of scores, unless the call is
+    empty. A query that does not exist (lengths) adds nothing; one that sees no key neither, except that its d_lse is
+    added to the gradient of its head's sink.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     lengths = operands.lengths or NONE
@@ -98,7 +88,6 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     sweep = BackwardSweep(tiled, per_row, captured, wanted, derivative)
 
     def one_row(sums: KeySums, step: Array) -> tuple[KeySums, QuerySums]:
-        """(`sums` with the terms of the tile row of number `step` added, the gradients of that tile row's queries), for lax.scan."""
         return sweep.add_row(row_at(plan, sizes, tiled.lists, step, tiled.lengths), sums)
 
     zero = lambda x, want: None if not want else jnp.zeros(typing.cast(Array, x).shape, tiled.compute)
@@ -117,13 +106,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
         sums, rows = lax.scan(one_row, sums, steps)
 
     def in_layout(x: Array | None, like: Array | None, length: int, existing: Array | None) -> Array | None:
-        """A gradient x [B, heads, padded tokens, D] in the layout and length of its operand, and in its dtype, or that of scores
-        for a partial plan; 0 for tokens that do not exist. None for None.
-
-        like       the operand, which has the dtype
-        length     how many tokens the operand has
-        existing   int32 [B], how many of them exist; None: all
-        """
+        """x [B, heads, padded tokens, D] in the layout, length and dtype of its operand `like`."""
         if x is None:
             return None
         assert like is not None
@@ -143,34 +126,24 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
 
 
 class RowArrays(typing.NamedTuple):
-    """What the backward sweep reads for each query: d_out [B, N, padded_q, E], delta - dlse and lse [B, N, padded_q, 1]."""
+    """What the backward sweep reads for each query."""
 
-    d_out: Array
-    delta: Array
-    lse: Array
+    d_out: Array  # [B, N, padded_q, E]
+    delta: Array  # delta - dlse, [B, N, padded_q, 1]
+    lse: Array  # [B, N, padded_q, 1]
 
 
 class BackwardSweep(typing.NamedTuple):
-    """What is the same for all tile rows of a backward pass, and the step `add_row` for one of them.
-
-    tiled        the operands of the pass
-    per_row      what the pass reads for each query
-    captured     how the gradients of captured arrays are summed
-    wanted       which operands get a gradient
-    derivative   program of score_mod's derivatives; None where score_mod is the identity
-    """
+    """What is the same for all tile rows of a backward pass, and the step `add_row` for one of them."""
 
     tiled: TiledOperands
     per_row: RowArrays
     captured: CaptureGradients
     wanted: Wanted
-    derivative: Program | None
+    derivative: Program | None  # None where score_mod is the identity
 
     def add_row(self, row: TileRow, sums: KeySums) -> tuple[KeySums, QuerySums]:
-        """Computes the gradients from one tile row: returns `sums` with its part added, and the gradients of its
-        queries, in the dtype of scores. What is not wanted stays None; products for dS are left out if only gradients
-        of values and sinks are wanted.
-        """
+        """`sums` with the part of one tile row added, and the gradients of its queries, in the dtype of scores."""
         tiled, wanted = self.tiled, self.wanted
         plan, sizes = tiled.plan, tiled.sizes
         q = tiled.take_rows(tiled.query, row)
@@ -180,9 +153,6 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
-            """`state`, (the sums of this row's queries, the sums over queries), with the tile of one visit added. If no
-            gradient but those of values and sinks is wanted, only the sum for values changes.
-            """
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
@@ -191,12 +161,18 @@ class BackwardSweep(typing.NamedTuple):
             if dv is not None:
                 dropped = p if multiplier is None else p * multiplier
                 dv = _add_columns(tiled, dv, row, visit, dropped, do)
+            # products for dS are left out if only gradients of values and sinks are wanted
             if not need_ds and not self.captured.slots:
                 return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
             dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit))
             cotangent = p * ((dp if multiplier is None else dp * multiplier) - delta)
             of_loads = cotangent
-            if tiled.rounds_weights and self.captured.slots:
+            if self.derivative is not None and self.derivative.takes_cotangent:
+                # the partials are cotangents then; what is off counts as 0, which a rule may make something else of
+                given = zero_where_off(scores, cotangent)
+                scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True, cotangent=given)
+                cotangent = of_loads = jnp.ones_like(cotangent)
+            elif tiled.rounds_weights and self.captured.slots:
                 weights = p if multiplier is None else p * multiplier
                 weights = tile_math.rounded_weights(weights, lse * tile_math.LOG2E, plan.dtype)
                 of_loads = weights * dp - p * delta
@@ -223,13 +199,10 @@ class BackwardSweep(typing.NamedTuple):
 def _add_columns(
     tiled: TiledOperands, total: Array, row: TileRow, visit: BlockVisit, weights: Array, rows: Array
 ) -> Array:
-    """`total` with weights^T rows, the part of a gradient of keys or values from one visit, added at the visit's key blocks.
+    """`total` [B, key heads, padded_kv, D] with weights^T rows added at the visit's key blocks.
 
-    tiled        the operands of the pass
-    total        [B, key heads, padded_kv, D]
-    row, visit   the tile row, and its key blocks
-    weights      of the visit: probabilities, or cotangents of the raw scores; [batch, heads, block_q, keys]
-    rows         of the tile row: d_out or the queries, [batch, heads, block_q, D]
+    weights   probabilities, or cotangents of the raw scores: [batch, heads, block_q, keys]
+    rows      d_out or the queries of the tile row: [batch, heads, block_q, D]
     """
     m0, nm = tiled.key_group(total.shape[1], row)
     product = tiled.weights_transposed_times(weights, rows, nm)
@@ -239,13 +212,7 @@ def _add_columns(
 
 
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
-    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta.
-
-    tiled       the operands laid out for tiles, with sinks in the dtype of scores
-    operands    those of the call, with sinks, whose dtype the result gets
-    delta       sum(d_out * out) - dlse, [B, N, T]
-    lse         [B, N, T]; a query whose lse is -inf, because it does not exist or its sink is -inf, adds nothing
-    """
+    """Minus the sum over batch and queries of exp(sink - lse) * delta, [N]; delta and lse are [B, N, T]."""
     assert tiled.sinks is not None
     assert operands.sinks is not None
     sinks = jnp.where(lse == -jnp.inf, -jnp.inf, tiled.sinks[None, :, None])  # exp(sink) may be infinite
@@ -254,9 +221,7 @@ def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Ope
 
 
 def _empty_gradients(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: KernelPlan) -> Gradients:
-    """The gradients of a call without batch entries, queries or keys: 0, but that of a sink is the sum of d_lse,
-    because lse is the sink there (0 if d_lse is None). None for what is not wanted.
-    """
+    """Of a call without batch entries, queries or keys: lse is the sink, so its gradient is the sum of d_lse."""
     zero = lambda x, want: jnp.zeros_like(x) if want else None
     sinks = zero(operands.sinks, wanted.sinks)
     if sinks is not None and d_lse is not None:

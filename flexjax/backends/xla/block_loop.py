@@ -1,15 +1,13 @@
 """Loops over the tiles of the xla backend, guided by the lists of a block mask.
 
-A *tile row* is one query block of one group of batch entries and query heads. Tile rows run one after another. Each step of a
-tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first, `chunk` at a time and
-unmasked; the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty
-block costs nothing, whether the lists are constants or traced.
+A *tile row* is one query block of one group of batch entries and query heads. Tile rows run one after another. Each
+step of a tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first,
+`chunk` at a time and unmasked; the rest of the full list follows together with the partial list, masked. Loops end
+where the lists end, so an empty block costs nothing, whether the lists are constants or traced.
 
-With lengths (plan/lengths.py) the loops also end at the first block past the key length, and a tile row past the query length has
-no visit. A block that straddles the key length of some batch entry of the tile row is left to the masked part: its visit has `cut`
-set, so that the columns past the length are masked, and their keys and values zeroed.
-
-TileSizes are the sizes of a tile and how many there are, BlockLists the arrays of the block mask.
+With lengths (plan/lengths.py) the loops also end at the first block past the key length, and a tile row past the query
+length has no visit. A block that straddles the key length of some batch entry of the tile row is left to the masked
+part: its visit has `cut` set, so that the columns past the length are masked, and their keys and values zeroed.
 """
 
 import typing
@@ -33,43 +31,30 @@ Carry = typing.TypeVar("Carry")
 class TileRow(typing.NamedTuple):
     """Which query block, batch entries and query heads one tile row computes, and the key blocks of its lists.
 
-    b0, h0                      int32 scalars: index of the first batch entry and of the first query head
-    q_block                     int32 scalar: number of the query block
-    full_num, partial_num       int32 scalars: how many key blocks the query block's full and partial list have
-    full_index, partial_index   int32 [width]: the numbers of these key blocks, ascending
-
-    The last four are None where there is no such list, and all of them where every block is visited.
-
-    With key lengths, the numbers of the lists count only blocks with a key that exists in some batch entry of the tile row, and
-
-    blocks       int32 scalar: how many key blocks have such a key; None without lengths
-    uncut        int32 scalar: how many key blocks lie before the shortest length of the batch entries; None without key lengths
-    uncut_full   int32 scalar: how many blocks of the full list do; None without key lengths or that list
-
-    With query lengths, `blocks` and the numbers of the lists are 0 where the tile row has no query that exists.
+    All are int32 scalars but the indices, int32 [width]: ascending numbers of key blocks. Fields of a list are None
+    where it does not exist. With key lengths, the numbers of the lists count only blocks with a key that exists in some
+    batch entry of the tile row. With query lengths, `blocks` and these numbers are 0 where the tile row has no query
+    that exists.
     """
 
-    b0: Array
-    h0: Array
+    b0: Array  # the first batch entry
+    h0: Array  # the first query head
     q_block: Array
-    full_num: Array | None
+    full_num: Array | None  # how many key blocks the full list has
     full_index: Array | None
-    partial_num: Array | None
+    partial_num: Array | None  # how many key blocks the partial list has
     partial_index: Array | None
-    blocks: Array | None = None
-    uncut: Array | None = None
-    uncut_full: Array | None = None
+    blocks: Array | None = None  # how many key blocks have a key that exists; None without lengths
+    uncut: Array | None = None  # how many lie before the shortest key length; None without key lengths
+    uncut_full: Array | None = None  # how many blocks of the full list do; None without key lengths or that list
 
 
 def row_at(
     plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array, lengths: Lengths = NONE
 ) -> TileRow:
-    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of
-    heads, then groups of batch entries.
+    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1.
 
-    lists    those of the operands; where they have one batch entry or head for all, that one is taken. None, or a plan
-             without a block mask: every block is visited
-    lengths  those of the operands
+    Query blocks run fastest, then groups of heads, then groups of batch entries.
     """
     row = step % sizes.rows
     group = step // sizes.rows
@@ -77,18 +62,14 @@ def row_at(
     b0 = (group // sizes.head_groups) * sizes.batch
     if lists is None or plan.blocks is None:
         return _trimmed(TileRow(b0, h0, row, None, None, None, None), sizes, lengths)
+    # lists with one batch entry or head are those of all
     at = (b0 if plan.blocks.batch > 1 else 0, h0 if plan.blocks.heads > 1 else 0, row)
     picked = [None if x is None else x[at] for x in lists[:4]]
     return _trimmed(TileRow(b0, h0, row, picked[2], picked[3], picked[0], picked[1]), sizes, lengths)
 
 
 def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
-    """The tile row with `blocks`, `uncut`, `uncut_full` and the numbers of its lists set for the lengths of its batch entries
-    (`TileRow`); the tile row itself without lengths.
-
-    sizes     of the tiles
-    lengths   those of the operands, int32 [B]
-    """
+    """The tile row with its counts set for the lengths of its batch entries, int32 [B]."""
     of_row = lambda x: lax.dynamic_slice(x, (row.b0,), (sizes.batch,))
     if lengths.key is None and lengths.query is None:
         return row
@@ -101,9 +82,7 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
         blocks = jnp.where(row.q_block * sizes.block_q < of_row(lengths.query).max(), blocks, 0)
 
     def number(num: Array | None, index: Array | None, end: Array) -> Array | None:
-        """How many of the first `num` block numbers of a list are below `end`; None if the list does not exist. The list must
-        ascend, so that these are its first entries.
-        """
+        """How many of the first `num` entries of an ascending list are below `end`."""
         if num is None or index is None:
             return None
         real = jnp.arange(index.shape[0], dtype=jnp.int32) < num
@@ -118,30 +97,18 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
 
 
 class BlockVisit(typing.NamedTuple):
-    """The key blocks that one step of a tile row computes: int32 [chunk] or [tail] (TileSizes) under a block mask, [chunk] or [1]
-    without.
+    """The key blocks that one step of a tile row computes: int32 [chunk], [tail] or [1]."""
 
-    blocks   numbers of the key blocks; without a block mask they follow one another
-    valid    bool [blocks]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
-             under a block mask all of them are full, so the mask program is not applied
-    whole    bool [blocks]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
-             `valid` is None
-    cut      whether key lengths may end inside of the blocks
-    """
-
-    blocks: Array
+    blocks: Array  # without a block mask they follow one another
+    # bool [blocks]: which count, since the last visit of a row may have fewer. None: all, and under a block mask all
+    # are full.
     valid: Array | None
-    whole: Array | None
-    cut: bool = False
+    whole: Array | None  # bool [blocks]: from the full list, so that no mask is applied
+    cut: bool = False  # key lengths may end inside of the blocks
 
 
 def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
-    """The rectangles of the attention matrix where the queries of a tile row meet key blocks.
-
-    sizes    of the tiles
-    blocks   int32 [n]: numbers of the key blocks
-    placed   where queries and keys lie in the whole problem; by default the region counts rows of the call
-    """
+    """Where the queries of a tile row meet key blocks, in positions of `placed`, by default in rows of the call."""
     return Region(
         row.b0,
         sizes.batch,
@@ -157,18 +124,11 @@ def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NO
 def walk(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for one visit after the other; returns the last
-    carry.
+    """Folds `body` over the visits of a tile row: carry = body(carry, visit); returns the last carry.
 
-    sizes   of the tiles
-    row     the tile row, with its lists
-
-    Without a block mask, `_walk_all` visits every key block, or with lengths those with a key that exists.
-
-    With a block mask, only the blocks of the row's lists are visited: those of the full list first,
-    `chunk` at a time and unmasked, then the rest of it with the partial list, `tail` at a time and masked; the last visit may
-    have fewer that are valid. A row with empty lists has no visit. With key lengths, the first part ends before the first block
-    that the shortest length of the tile row cuts, and all visits of the second have `cut` True.
+    With a block mask, only the blocks of the row's lists are visited: those of the full list first, `chunk` at a time
+    and unmasked, then the rest of it with the partial list, `tail` at a time and masked. With key lengths, the first
+    part ends before the first block that the shortest length of the tile row cuts.
     """
     if plan.blocks is None:
         return _walk_all(plan, sizes, row, body, carry)
@@ -185,9 +145,7 @@ def walk(
     total = left + num_partial
 
     def remaining(t: Array) -> BlockVisit:
-        """The visit with number t (int32 scalar) among those after the whole chunks of the full list: first the blocks
-        that are left of the full list, then those of the partial list. Blocks past both are not `valid`.
-        """
+        """Visit t after the whole chunks of the full list: first what is left of it, then the partial list."""
         place = t * tail + jnp.arange(tail, dtype=jnp.int32)
         whole = place < left
         blocks = jnp.zeros(tail, jnp.int32)
@@ -209,17 +167,16 @@ def walk(
 def _walk_all(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """`walk` without a block mask: carry = body(carry, visit) over every key block, or over those with a key that exists, in
-    ascending order.
+    """`walk` without a block mask: over every key block, or over those with a key that exists, in ascending order.
 
-    Visits of `chunk` blocks come first, then one block at a time. With key lengths, all blocks of the first ones lie before the shortest
-    length of the batch entries and have `cut` False; the others have `cut` True. If the call has one key block, that has `cut`
-    True. Without key lengths `cut` is False.
+    Visits of `chunk` blocks come first, then one block at a time. With key lengths, the first ones lie before the
+    shortest length of the batch entries, and the others have `cut` True.
     """
     chunk, most, blocks, uncut = sizes.chunk, sizes.columns, row.blocks, row.uncut
     count = most if blocks is None else blocks
     cut = uncut is not None
     if uncut is not None:
+        # if the call has one key block, that has `cut` True
         whole, most_whole = jnp.minimum(uncut, count) // chunk, 0 if most == 1 else most // chunk
     else:
         whole, most_whole = count // chunk, most // chunk
@@ -236,13 +193,10 @@ def _walk_all(
 def _loop(
     plan: KernelPlan, count: Array | int, most: int, body: Callable[[Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Runs carry = body(t, carry) for t = 0 .. count - 1 and returns the last carry.
-
-    count   how many rounds, possibly traced
-    most    a static upper bound of `count`; 0 returns `carry`
+    """carry = body(t, carry) for t = 0 .. count - 1; `most` is a static upper bound of `count`.
 
     For a differentiable plan the loop has the static length `most`, because reverse mode needs it, and skips rounds
-    past `count`. A single round, if known, runs without a loop.
+    past `count`.
     """
     if most == 0:
         return carry
@@ -252,11 +206,6 @@ def _loop(
         return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
     def round_(state: Carry, t: Array) -> tuple[Carry, None]:
-        """Round t of a scan: (body(t, state), None) if t < count. Otherwise `body` does not run, and the result is (state, None).
-
-        state   the carry so far
-        t       the number of the round, an int32 scalar
-        """
         return lax.cond(t < count, lambda s: body(t, s), lambda s: s, state), None
 
     return lax.scan(round_, carry, jnp.arange(most, dtype=jnp.int32))[0]

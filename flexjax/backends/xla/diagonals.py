@@ -1,7 +1,7 @@
 """A function of q - kv spread over a tile, and the sums of a tile along its diagonals, without gathers.
 
-A window holds one number for each diagonal of a key block of `bk` keys: element x belongs to q - kv = q0 - kv_start + x - (bk -
-1), where q0 and kv_start are the first of the `bq` queries of the tile and of the keys of the block.
+A window holds one number for each diagonal of a key block of `bk` keys: element x belongs to q - kv = q0 - kv_start + x
+- (bk - 1), where q0 and kv_start are the first of the `bq` queries of the tile and of the keys of the block.
 """
 
 import jax
@@ -14,15 +14,12 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
     """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a
     block.
 
-    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys
-    of a block.
-
-    Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the
-    L of a window and a zero, which no entry of the tile gets), repeated and cut into rows of L, move by one element
-    from row to row.
+    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape
+    # Row i of a block is the reversed window from element bq - 1 - i on. L + 1 numbers (the L of a window and a zero,
+    # which no entry of the tile gets), repeated and cut into rows of L, move by one element from row to row.
     turned = jnp.flip(windows, -1)
     ring = jnp.concatenate([turned[..., bq - 1 :], jnp.zeros_like(turned[..., :1]), turned[..., : bq - 1]], -1)
     rows = jnp.broadcast_to(ring[..., None, :], (*head, blocks, bq, length + 1)).reshape(*head, blocks, -1)
@@ -33,8 +30,7 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
 def sum_diagonals(tile: Array, bq: int, bk: int) -> Array:
     """The sum of each diagonal of each key block of a tile [.., bq, blocks * bk], as windows [.., blocks, bq + bk - 1].
 
-    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k]. bq, bk: queries
-    of the tile, keys of a block.
+    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k].
     """
     length = bq + bk - 1
     *head, _, width = tile.shape

@@ -1,11 +1,4 @@
-"""The forward pass in XLA: an online softmax over the visited tiles of each tile row. Extra memory is that of one tile.
-
-A tile row is one query block of one group of batch entries and query heads. A visit is one step of the loop over its key blocks
-(block_loop.py).
-
-TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
-visit computes.
-"""
+"""The forward pass in XLA: an online softmax over the visited tiles of each tile row, in the memory of one tile."""
 
 import typing
 from collections.abc import Callable
@@ -24,22 +17,17 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.lengths import existing_results
 
 Array = jax.Array
-Rows = tuple[Array, Array, Array]
-"""(out, lse, max_scores) of one tile row as `_row` returns them, or of all tile rows, stacked along a new first axis."""
+Rows = tuple[Array, Array, Array]  # (out, lse, max_scores) of a tile row, or of all, stacked along a new first axis
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
-    """The forward pass of a plan, in the plan's layout: out in plan.out_dtype; lse and, if the plan asks, max_scores (else
-    None) in the dtype of scores; rounding, if the plan returns it (else None), in the dtype of out. A call without batch
-    entries, queries or keys has `empty_results`.
-    """
+    """out in plan.out_dtype; lse and max_scores in the dtype of scores; rounding in the dtype of out."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return existing_results(empty_results(plan, operands), operands.lengths, plan)
     tiled = TiledOperands(plan, operands, target)
     sizes = tiled.sizes
 
     def one_row(step: Array) -> tuple[Array, Array, Array]:
-        """(out, lse, max_scores) of the tile row with number `step`, as `_row` returns them."""
         return _row(tiled, row_at(plan, sizes, tiled.lists, step, tiled.lengths))
 
     if plan.page and not plan.differentiable:
@@ -56,22 +44,15 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
 
 
 def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperands) -> Rows:
-    """lax.map of `one_row` over 0 .. steps - 1, in a loop whose length XLA does not know: the results, stacked along a new
-    first axis of length `steps`.
-
-    tiled   operands with key lengths, as calls with keys in pages have: the length of the loop is computed from these numbers.
-            It is always `steps`, because lengths are never negative
-
-    JAX cannot differentiate such a loop backward. XLA inlines a loop of one round and fuses its code with what is around it,
-    which can change the last bits: those of a request that is alone would differ from those of the same request among others.
-    """
+    """lax.map of `one_row` over 0 .. steps - 1, in a loop whose length XLA does not know."""
     lengths = tiled.lengths.key
     assert lengths is not None
+    # XLA inlines a loop of one round and fuses its code with what is around it, which can change the last bits: those
+    # of a request that is alone would differ from those of the same request among others.
     count = jnp.where(jnp.max(lengths) >= 0, jnp.int32(steps), jnp.int32(0))  # lengths are never negative
     empty = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), jax.eval_shape(one_row, jnp.int32(0)))
 
     def round_(step: Array, found: Rows) -> Rows:
-        """`found`, the results of all tile rows, with those of tile row `step` computed and written."""
         put = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, step, 0)
         return typing.cast(Rows, jax.tree.map(put, found, one_row(step)))
 
@@ -79,24 +60,18 @@ def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperan
 
 
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
-    """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row.
+    """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row, in the dtype of
+    scores.
 
-    tiled   the operands of the pass; batch, heads and block_q are its tile sizes
-    row     the tile row
-
-    The dtype is that of scores. lse includes the sinks, max_scores does not. If the plan does not ask for max_scores, they may
-    be rounded up to multiples of ln 2 (`TiledOperands.rounds_weights`). Queries past the end have results too, which the caller
-    cuts off.
+    lse includes the sinks, max_scores does not. If the plan does not ask for max_scores, they may be rounded up to
+    multiples of ln 2.
     """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)
     qx = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
 
     def visit_tile(state: tuple[Array, Array, Array], visit: BlockVisit) -> tuple[Array, Array, Array]:
-        """The state after one more visit, by one step of the online softmax.
-
-        state   row maximum and row sum [batch, heads, block_q, 1], and sum of exp(score - maximum) * value [.., E]
-        """
+        """One step of the online softmax on (row maximum, row sum, sum of exp(score - maximum) * value)."""
         maximum, total, accumulated = state
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified
@@ -118,17 +93,14 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
 
 
 def row_sinks(tiled: TiledOperands, row: TileRow) -> Array | None:
-    """The sinks of the tile row's heads, [1, heads, 1, 1] in the dtype of scores; None if the operands `tiled` have no sinks."""
+    """The sinks of the tile row's heads, [1, heads, 1, 1] in the dtype of scores."""
     if tiled.sinks is None:
         return None
     return lax.dynamic_slice(tiled.sinks, (row.h0,), (tiled.sizes.heads,)).reshape(1, -1, 1, 1)
 
 
 def join_rows(x: Array, sizes: TileSizes) -> Array:
-    """The results `x` of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...].
-
-    sizes   of the tiles. The first axis of x has sizes.steps entries, one for each tile row, in the order of `row_at`
-    """
+    """The results of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...]."""
     rest = x.shape[4:]
     x = x.reshape(sizes.batch_groups, sizes.head_groups, sizes.rows, *x.shape[1:])
     x = jnp.moveaxis(x, (0, 3, 1, 4, 2, 5), range(6))
@@ -137,9 +109,7 @@ def join_rows(x: Array, sizes: TileSizes) -> Array:
 
 
 def empty_results(plan: KernelPlan, operands: Operands) -> Results:
-    """The Results of a call without batch entries, queries or keys: out 0, lse the head's sink (-inf without sinks); max_scores
-    -inf and rounding 0 if the plan returns them, else None.
-    """
+    """Of a call without batch entries, queries or keys: out 0, lse the head's sink, -inf without sinks."""
     tokens = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     shape = (plan.batch, *tokens)
     lse = jnp.full(shape, -jnp.inf, plan.score_dtype)

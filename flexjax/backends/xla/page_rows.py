@@ -1,6 +1,6 @@
-"""Fetches key blocks of keys and values in pages: only the pages of the blocks that a visit computes, never the whole pool.
+"""Fetches key blocks of keys and values in pages: only the pages that a visit computes, never the whole pool.
 
-A key block is some whole pages, or a part of one page (plan/pages.py).
+A key block is some whole pages, or a part of one page (rewrites/pages.py).
 """
 
 import typing
@@ -17,38 +17,25 @@ Array = jax.Array
 
 
 class Pool(typing.NamedTuple):
-    """The keys or the values in pages: tokens [P, page, M, D]; scale float32 [M] or [P, M] of a quantised pool, None for others."""
+    """The keys or the values in pages."""
 
-    tokens: Array
-    scale: Array | None
+    tokens: Array  # [P, page, M, D]
+    scale: Array | None  # float32 [M] or [P, M] of a quantised pool
 
 
 class PageRows:
-    """The page numbers of a call, padded to whole key blocks.
-
-    pages      int32 [B, padded_kv / page, rounded up], -1 past the end
-    page       tokens of a page
-    block_kv   tokens of a key block, a multiple or a divisor of `page`
-    """
+    """The page numbers of a call, padded to whole key blocks."""
 
     def __init__(self, plan: KernelPlan, sizes: TileSizes, pages: Array):
-        """Pads the page numbers of a call.
-
-        sizes   of the tiles, whose key blocks the pages are padded to
-        pages   int32 [B, n], those of the operands
-        """
         self.page, self.block_kv = plan.page, sizes.block_kv
         short = cdiv(sizes.padded_kv, plan.page) - pages.shape[1]
-        self.pages = jnp.pad(pages, ((0, 0), (0, short)), constant_values=-1)
+        self.pages = jnp.pad(pages, ((0, 0), (0, short)), constant_values=-1)  # -1 past the end
 
     def take(self, given: Pool, heads: tuple[Array | int, int], b: Array, blocks: Array, dtype: jnp.dtype) -> Array:
-        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D] in `dtype`, multiplied by the scales of a
+        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D], multiplied by the scales of a
         quantised pool.
 
-        given    the pool of keys or of values
-        heads    (first key head, how many)
-        b        int32 scalar: index of the batch entry
-        blocks   int32 [chunk]: numbers of the key blocks
+        heads   (first key head, how many)
 
         Tokens of a page number that is not in the pool are 0.
         """
@@ -63,9 +50,7 @@ class PageRows:
         zero = jnp.int32(0)
 
         def tokens(page: Array, slot: Array) -> Array:
-            """The tokens of page number `page` from token number `slot` on, `most` of them, of the wanted heads: [most, heads, D]
-            in the dtype of the pool.
-            """
+            """`most` tokens from `slot` on, of the wanted heads: [most, heads, D]."""
             return lax.dynamic_slice(pool, (page, slot, m0, zero), (1, most, count, pool.shape[3]))[0]
 
         found = jax.vmap(tokens)(number, starts % self.page).astype(dtype)

@@ -1,7 +1,8 @@
 """Where a tile of the xla backend lies in the attention matrix.
 
-A tile has `nb` batch entries from b0, `nh` query heads from h0, `bq` queries from position q0 and, side by side, one or more key
-blocks of `bk` keys each, starting at the positions `kv_starts`. Positions are those of the whole problem (ir/origin.py).
+A tile has `nb` batch entries from b0, `nh` query heads from h0, `bq` queries from position q0 and, side by side, one or
+more key blocks of `bk` keys each, at the positions `kv_starts`. Positions are those of the whole problem
+(ir/origin.py).
 """
 
 import dataclasses
@@ -16,14 +17,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Where a tile lies in the attention matrix.
-
-    b0, h0       index of the first batch entry and query head (ints or traced scalars)
-    q0           position of the first query
-    nb, nh, bq   how many of each
-    kv_starts    int32 [blocks]: position of the first key of each key block; the blocks need not be neighbours
-    bk           how many keys a key block has
-    """
+    """Where a tile lies in the attention matrix; starts may be traced."""
 
     b0: Array | int
     nb: int
@@ -31,27 +25,20 @@ class Region:
     nh: int
     q0: Array | int
     bq: int
-    kv_starts: Array
+    kv_starts: Array  # int32 [blocks]; the blocks need not be neighbours
     bk: int
 
     @property
     def blocks(self) -> int:
-        """How many key blocks the tile has."""
         return self.kv_starts.shape[0]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of an array with an element for each entry of the tile: (nb, nh, bq, blocks * bk)."""
+        """An element for each entry of the tile: (nb, nh, bq, blocks * bk)."""
         return (self.nb, self.nh, self.bq, self.blocks * self.bk)
 
     def index(self, axis: int) -> Array:
-        """The indices of the tile's batch entries and heads, or the positions of its queries or keys, as int32.
-
-        axis   B, H, Q or KV of ir/program.py
-
-        Returns an array of rank 4 with these numbers along its dimension, and size 1 along the others; keys are those
-        of all key blocks, one after the other. They may lie past the end of the attention matrix.
-        """
+        """Indices or positions along B, H, Q or KV, int32 of rank 4; they may lie past an end."""
         start = {B: self.b0, H: self.h0, Q: self.q0}
         size = {B: self.nb, H: self.nh, Q: self.bq}
         if axis == KV:
@@ -61,6 +48,6 @@ class Region:
         return (start[axis] + jnp.arange(size[axis], dtype=jnp.int32)).reshape(spread)
 
     def differences(self) -> Array:
-        """The differences q - kv that occur in each key block, int32 [1, 1, blocks, bq + bk - 1], ascending along the last axis."""
+        """q - kv in each key block, int32 [1, 1, blocks, bq + bk - 1], ascending along the last axis."""
         t = jnp.arange(self.bq + self.bk - 1, dtype=jnp.int32) - (self.bk - 1)
         return (self.q0 - self.kv_starts[:, None] + t[None])[None, None]

@@ -5,12 +5,6 @@ With t before the name of a tangent, s' the modified score, l_j the loads of cap
     ts'  = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
     tlse = sum p ts'                              the sink is one more term of this sum
     tout = sum p r (ts' v + tv) - out tlse
-
-A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
-(block_loop.py).
-
-TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
-visit computes. TiledTangents are the tangents, laid out in the same way.
 """
 
 import typing
@@ -49,14 +43,12 @@ def tangent(
 ) -> tuple[Array, Array]:
     """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
 
-    results      out and lse of the forward pass
     tangents     of the operands; None where an operand has no tangent, which counts as 0
     derivative   program of score_mod's derivatives; None where score_mod is the identity
-
-    A call without batch entries, queries or keys has tangent 0, but that of lse is the tangent of the sinks.
     """
     query_lengths = (operands.lengths or NONE).query
     if plan.batch * plan.q_len * plan.kv_len == 0:
+        # without batch entries, queries or keys, lse is the sink
         t_lse = jnp.zeros_like(results.lse)
         if tangents.sinks is not None:
             by_head = tangents.sinks.astype(t_lse.dtype)
@@ -76,23 +68,9 @@ def tangent(
 
 
 class TiledTangents:
-    """The tangents of the operands, and out and lse of the forward pass, laid out in tiles as the operands `tiled` are.
-
-    query, query_extra      as `TiledOperands.rows` returns them; None where an operand has no tangent
-    key, value, key_extra   as `TiledOperands.columns` returns them, so unchanged where keys are in place; None without a tangent
-    sinks                   [N] in the compute dtype; None without a tangent
-    captures                of each array that score_mod captures, padded as the array is; None without a tangent
-    lse, out                [B, N, padded_q, 1] and [B, N, padded_q, E], in the compute dtype
-    """
+    """The tangents (None where there is none), and out and lse of the forward pass, laid out as `tiled` is."""
 
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
-        """Lays out the tangents and the results of the forward pass.
-
-        tiled        the operands of the pass, laid out for the same tiles
-        tangents     of the operands, in the layout of the call; None where there is none
-        derivative   program of score_mod's derivatives; None where score_mod is the identity
-        results      out and lse of the forward pass
-        """
         maybe = lambda f, x: None if x is None else f(x)
         in_compute = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
         self.tiled, self.derivative = tiled, derivative
@@ -114,11 +92,7 @@ class TiledTangents:
 
 
 def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
-    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row, in the dtype of scores.
-
-    tiled_tangents   tangents and operands laid out for tiles
-    row              the tile row, with its lists
-    """
+    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row."""
     tiled = tiled_tangents.tiled
     plan, s = tiled.plan, tiled.sizes
     take = lambda x: None if x is None else tiled.take_rows(x, row)
@@ -130,9 +104,7 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     scale = jnp.asarray(plan.scale, tiled.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
-        """`state` with one visit added, for `walk`: the two sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts'
-        [.., 1].
-        """
+        """Adds to the sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1]."""
         weighted, t_lse = state
         columns = lambda x: tiled.take_columns(x, row, visit)
         raw = raw_scores(tiled, row, visit, q, qx)

@@ -1,9 +1,4 @@
-"""Reads of a captured array at each (q, kv) that are slices: where the slice of each key block starts, and its size.
-
-A load is a step of a program that reads a captured array; over a tile it reads one element for each entry (load class "tile").
-
-A Region says which part of the attention matrix a tile covers.
-"""
+"""Reads of a captured array at each (q, kv) that are slices: where the slice of each key block starts, and its size."""
 
 import dataclasses
 import typing
@@ -19,12 +14,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class SlicePlan:
-    """How to read, by slices, a load whose index in each dimension is a literal, b, h, q + c or kv + c, with a literal c >= 0.
+    """How to read, by slices, a load whose index in each dimension is a literal, b, h, q + c or kv + c."""
 
-    index   for each dimension of the array what indexes it: ("at", i) for the literal i, ("b", 0), ("h", 0), ("q", c) or
-            ("kv", c). Each of b, h, q and kv occurs at most once; q and kv do occur
-    """
-
+    # For each dimension ("at", i) for the literal i, ("b", 0), ("h", 0), ("q", c) or ("kv", c). Each of b, h, q and kv
+    # occurs at most once; q and kv do occur.
     index: tuple[tuple[str, int], ...]
 
     @property
@@ -34,35 +27,25 @@ class SlicePlan:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Permutation that orders the dimensions of the array as literals, b, h, q, kv."""
+        """Orders the dimensions of the array as literals, b, h, q, kv."""
         rank = {"at": 0, "b": 1, "h": 2, "q": 3, "kv": 4}
         return tuple(sorted(range(len(self.index)), key=lambda d: rank[self.index[d][0]]))
 
     def shape(self, region: Region) -> tuple[int, int, int, int]:
-        """Shape of what the load reads over the region, [nb, nh, bq, keys]; 1 along b or h if its index does not depend on it."""
+        """What the load reads over the region, [nb, nh, bq, keys]; 1 along b or h that it does not read."""
         names = {w for w, _ in self.index}
         nb, nh, bq, width = region.shape
         return (nb if "b" in names else 1, nh if "h" in names else 1, bq, width)
 
     def window(self, region: Region, block: int) -> tuple[list[Array | int], list[int]]:
-        """The slice of the array that one key block of the region reads: its start (int32) and its size in each
-        dimension, 1 for a literal index.
-
-        block   which of the region's key blocks, 0 .. region.blocks - 1
-
-        The slice is not clipped; `padding` says how long the array must be.
-        """
+        """(starts, sizes) of what key block `block` of the region reads; not clipped (see `padding`)."""
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
         starts: list[Array | int] = [jnp.asarray(at[axis] + offset, jnp.int32) for axis, offset in self.index]
         return starts, [size[axis] for axis, _ in self.index]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
-        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the
-        array; 0 for dimensions that q and kv do not index.
-
-        q_len, kv_len   the lengths that the tiles cover, rounded up to whole blocks
-        """
+        """What to append to each dimension, so that the slices of all tiles lie inside; lengths are in whole blocks."""
         need = {"q": q_len, "kv": kv_len}
         return [
             (0, max(0, need[axis] + offset - size) if axis in need else 0)
@@ -71,10 +54,7 @@ class SlicePlan:
 
 
 def slice_plan(load: Load) -> SlicePlan | None:
-    """How to read the load as slices; None if it needs a gather: its class is not "tile", neighbouring keys do not read
-    elements of a slice (`LoadClass.contiguous`), one of its indices has a form that SlicePlan lacks, or b, h, q or kv
-    indexes two dimensions.
-    """
+    """How to read the load as slices; None if it needs a gather."""
     if classify_load(load).kind != TILE or not classify_load(load).contiguous:
         return None
     index: list[tuple[str, int]] = []
@@ -87,9 +67,7 @@ def slice_plan(load: Load) -> SlicePlan | None:
 
 
 def _index_part(atom: Atom) -> tuple[str, int] | None:
-    """What indexes one dimension of a load, as an entry of SlicePlan.index; None unless the atom is a literal, b, h,
-    q + c or kv + c with c >= 0. So it is None for b + c, for 2 * q, and for a sum with a value that is not a constant.
-    """
+    """An entry of SlicePlan.index; None unless the atom is a literal, b, h, q + c or kv + c with c >= 0."""
     if isinstance(atom, Lit):
         return ("at", int(typing.cast(int, atom.value)))
     linear = atom.linear

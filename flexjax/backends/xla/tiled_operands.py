@@ -1,13 +1,12 @@
-"""The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied head group by head group.
+"""The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied head group by head
+group.
 
-Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end are
-masked, by a mask that exists only where a block reaches past it. The forward pass of a call with few queries, as in decoding,
-reads keys and values in place: they keep their length, layout and dtype, because copying a cache costs as much as reading it.
+Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end
+are masked, by a mask that exists only where a block reaches past it. The forward pass of a call with few queries, as in
+decoding, reads keys and values in place: they keep their length, layout and dtype, because copying a cache costs as
+much as reading it.
 
-A tile row is one query block of one group of batch entries and query heads, and a visit computes its tile at `chunk` key blocks
-(block_loop.py). In shapes, batch, heads, block_q, block_kv and chunk are the tile sizes, keys = chunk * block_kv.
-
-TileSizes are the sizes of a tile and how many there are; a TileRow says which tile row a pass computes.
+In shapes, batch, heads, block_q, block_kv and chunk are the tile sizes, keys = chunk * block_kv.
 """
 
 from collections.abc import Sequence
@@ -34,17 +33,16 @@ Tree = TypeVar("Tree")
 
 
 def heads_first(x: Array, plan: KernelPlan) -> Array:
-    """An array in the plan's layout, [B, T, N, ...] or [B, N, T, ...], as [B, N, T, ...]; its own inverse."""
+    """From the plan's layout to [B, N, T, ...]; its own inverse."""
     return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
 
 
 def int32s(numbers: Sequence[Array | int]) -> list[Array]:
-    """The numbers (starts of a slice) as int32 arrays, because dynamic_slice wants one dtype and jax's default int may be int64."""
+    """dynamic_slice wants one dtype, and jax's default int may be int64."""
     return [jnp.asarray(n, jnp.int32) for n in numbers]
 
 
 def pad_to(x: Array, axis: int, size: int) -> Array:
-    """`x` with zeros appended along `axis`, so that this dimension has `size` elements; x itself if it has them."""
     short = size - x.shape[axis]
     if short == 0:
         return x
@@ -60,9 +58,8 @@ def _is_narrow(x: Array) -> bool:
 
 def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
     """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their
-    end; arrays that are gathered stay as they are. Without a program nothing is padded.
+    end.
 
-    arrays     in the order of program.captures; some may have been padded before, for another program
     overhang   how many queries and keys the last tiles reach past the end of the call
     """
     grown = list(arrays)
@@ -73,6 +70,7 @@ def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tup
         if plan is not None:
             ends = map(sum, zip(program.sizes[2:], overhang, strict=True))
             more = plan.padding(program.captures[load.capture], *ends)
+            # an array may have been padded before, for another program
             have = [g - s for g, s in zip(grown[load.capture].shape, program.captures[load.capture].shape, strict=True)]
             rest = [(0, max(0, high - h)) for (_, high), h in zip(more, have, strict=True)]
             if any(high for _, high in rest):
@@ -81,33 +79,7 @@ def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tup
 
 
 class TiledOperands:
-    """The operands of one pass, laid out and padded so that each tile is a slice, and the products of their tiles.
-
-    sizes                           sizes of the tiles
-    compute                         dtype of scores and sums
-    operand_dtype                   dtype of the operands of products: that of the plan where the platform multiplies it and keys
-                                    are not quantised, else `compute`
-    rounds_weights                  whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
-    widens_slices                   whether XLA converts 16-bit and 8-bit floats to float32 before it slices them, which `pinned`
-                                    confines to the slices of a visit: on a CPU
-    in_place                        whether keys and values keep their own length, layout and dtype: in a forward or tangent pass
-                                    of a short call (tile_sizes.is_short), or of one row of tiles, which reads each of them once
-    key_heads_axis                  the axis of the heads of key, value and key_extra: 2 if they are in pages, or in place and the
-                                    layout is BTNH, else 1
-    query, query_extra              as `rows` returns them; query_extra None without extra features
-    key, value, key_extra           as `columns` returns them; key_extra None without extra features; key and value in pages as
-                                    Pools
-    pages                           where the pages of each batch entry are; None if keys are contiguous
-    sinks                           [N] in dtype `compute`; None without sinks
-    lists                           block lists of the operands
-    score_programs                  score_mod's program and that of its derivatives (either may be None); both read
-                                    `score_captures`
-    score_captures, mask_captures   captured arrays, padded by pad_captures; dropout_captures: as they are
-    placed                          where queries and keys lie in the whole problem
-    lengths                         how many queries and keys of each batch entry exist
-    overhang                        how many queries and keys the last tiles reach past the end
-    overhang_q, overhang_kv         whether the last query block or key block reaches past the end
-    """
+    """The operands of one pass, laid out and padded so that each tile is a slice, and the products of their tiles."""
 
     def __init__(
         self,
@@ -118,21 +90,21 @@ class TiledOperands:
         *,
         backward: bool = False,
     ):
-        """Lays out the operands for one pass on the target.
-
-        derivative   program of score_mod's derivatives, for the backward and tangent passes
-        backward     whether the pass is the backward pass, which has tile sizes of its own
-        """
+        """`derivative` is for the backward and tangent passes; the backward pass has tile sizes of its own."""
         self.plan = plan
         self.sizes = choose_tile_sizes(plan, target, backward)
+        # the dtype of scores and sums
         self.compute = jnp.dtype(plan.score_dtype)
         # A CPU has no low-precision units: widening once beats widening in every product.
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow and plan.cache_dtype is None else self.compute
         self.lengths = operands.lengths or NONE
+        # both passes round the weights of values to the same numbers (tile_math.py)
         self.rounds_weights = narrow and plan.rounds_weights_alike
+        # A CPU converts 16-bit and 8-bit floats to float32 before it slices them, which `pinned` confines to a visit.
         self.widens_slices = target.platform == "cpu"
         sizes = self.sizes
+        # Keys and values keep their length, layout and dtype where each of them is read once, or the call is short.
         self.in_place = (sizes.rows == 1 or is_short(plan, target)) and not backward
         self.key_heads_axis = 2 if plan.page or (self.in_place and plan.layout == "BTNH") else 1
         self.pages = None if operands.pages is None else PageRows(plan, sizes, operands.pages)
@@ -146,6 +118,7 @@ class TiledOperands:
         self.lists = operands.lists
         self.placed = (plan.origin, operands.origin)
         self.overhang = (sizes.padded_q - plan.q_len, sizes.padded_kv - plan.kv_len)
+        # both read score_captures
         self.score_programs = (plan.score, derivative)
         self.score_captures = self.pad_score_captures(operands.score_captures)
         self.mask_captures = pad_captures(plan.mask, operands.mask_captures, self.overhang)
@@ -153,58 +126,43 @@ class TiledOperands:
         self.overhang_q, self.overhang_kv = (n > 0 for n in self.overhang)
 
     def vary_like_operands(self, carry: Tree) -> Tree:
-        """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in
-        shard_map); the same carry outside of shard_map.
-        """
+        """Cast to vary over the mesh axes over which query varies (in shard_map)."""
         return varying_as(self.query, carry)
 
     # ------------------------------------------------------------------ layout
 
     def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """score_mod's captured arrays, or tangents of them, padded for every program that reads them (see pad_captures)."""
+        """score_mod's captured arrays, or tangents of them, padded for every program that reads them."""
         for program in self.score_programs:
             arrays = pad_captures(program, arrays, self.overhang)
         return tuple(arrays)
 
     def rows(self, x: Array) -> Array:
-        """An operand with an entry for each query, [B, T, N, D] in the plan's layout, as [B, N, padded_q, D] in operand_dtype, with 0
-        in the rows of queries that do not exist.
-        """
+        """From the plan's layout to [B, N, padded_q, D] in operand_dtype, with 0 for queries that do not exist."""
         x = where_exists(x, self.lengths.query, self.plan)
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_q).astype(self.operand_dtype)
 
     def columns(self, x: Array) -> Array:
-        """An operand with an entry for each key, [B, S, heads, D] in the plan's layout, as [B, heads, padded_kv, D] in
-        operand_dtype.
-
-        With `in_place` it is the operand itself.
-        """
+        """From the plan's layout to [B, heads, padded_kv, D] in operand_dtype; with `in_place` the operand itself."""
         if self.in_place:
             return x
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_kv).astype(self.operand_dtype)
 
     def take_rows(self, x: Array, row: TileRow) -> Array:
-        """The part [batch, heads, block_q, ...] of x, an array [B, N, padded_q, ...], that belongs to the tile row."""
+        """From [B, N, padded_q, ...] to [batch, heads, block_q, ...]."""
         s = self.sizes
         rest = (0,) * (x.ndim - 3)
         start = (row.b0, row.h0, row.q_block * s.block_q, *rest)
         return lax.dynamic_slice(x, int32s(start), (s.batch, s.heads, s.block_q, *x.shape[3:]))
 
     def key_group(self, heads: int, row: TileRow) -> tuple[Array | int, int]:
-        """(first head, how many heads) of the key heads that the query heads of the tile row read.
-
-        heads   the number of heads of the operand in all: those of key and value, or of key_extra
-        """
+        """(first, how many) of the `heads` key heads that the query heads of the tile row read."""
         group = self.plan.q_heads // heads
         return row.h0 // group, max(1, self.sizes.heads // group)
 
     def take_columns(self, x: Array | Pool, row: TileRow, visit: BlockVisit) -> Array:
-        """What one visit reads of `x`: [batch, key heads, blocks * block_kv, D] in operand_dtype, with the key heads that the
-        row's query heads read (`key_group`) and heads first in any layout.
-
-        x       what `columns` made of keys, values or key_extra, or a Pool of pages
-        row     the tile row, which decides the batch entries and the key heads
-        visit   its key blocks
+        """What one visit reads of `x`: [batch, key heads, blocks * block_kv, D] in operand_dtype, heads first in any
+        layout.
 
         Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
         """
@@ -222,14 +180,13 @@ class TiledOperands:
         tokens = adjacent * s.block_kv
 
         def part(first: Array) -> Array:
-            """The keys of `adjacent` blocks, [batch, key heads, tokens, D] in operand_dtype; `first`: number of the first key in
-            the call.
-            """
+            """`adjacent` blocks, [batch, key heads, tokens, D]; `first`: number of the first key in the call."""
             keys, at, size = 3 - heads, [row.b0, m0, m0, 0], [s.batch, nm, nm, x.shape[3]]
             at[keys], size[keys] = first, min(tokens, x.shape[keys])
             found = lax.dynamic_slice(x, int32s(at), size)
             if self.in_place and self.overhang_kv:
-                # The slice of the last block was moved back to end where the array ends: move its keys to where they belong.
+                # The slice of the last block was moved back to end where the array ends: move its keys to where they
+                # belong.
                 past = jnp.maximum(first + np.int32(size[keys] - x.shape[keys]), 0)
                 size[keys] = tokens
                 found = pad_to(found, keys, 2 * tokens)
@@ -245,25 +202,17 @@ class TiledOperands:
         return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
 
     def pinned(self, x: Array, blocks: Array, row: TileRow) -> tuple[Array, Array, TileRow]:
-        """(x, blocks, row). If `x` is a cache of floats of less than 32 bits that the loop over visits reads in place on a CPU, x, the
-        numbers of the blocks and the batch entry of the tile row are behind one optimization barrier.
-
-        XLA has no slices of such arrays on a CPU: it converts the array to float32 and slices that. Without the barrier
-        it converts the whole cache once before the loop, in each step of decoding. The numbers of the blocks change from visit to visit,
-        and batch entries from tile row to tile row, so behind a barrier with them x cannot be converted before either loop.
-        A tile row of one visit has no loop of its own.
-        """
+        """(x, blocks, row), behind one optimization barrier if `x` is a narrow cache that a CPU reads in place."""
         if not (self.widens_slices and (self.in_place or self.pages) and _is_narrow(x)):
             return x, blocks, row
+        # XLA has no slices of such arrays on a CPU: it converts the array to float32 and slices that, without the
+        # barrier the whole cache once before the loop, in each step of decoding. Blocks change from visit to visit, and
+        # batch entries from tile row to tile row: behind a barrier with them x cannot be converted before either loop.
         x, blocks, b0 = lax.optimization_barrier((x, blocks, row.b0))
         return x, blocks, row._replace(b0=b0)
 
     def _existing_columns(self, found: Array, row: TileRow, visit: BlockVisit) -> Array:
-        """`found`, the keys or values of a visit [batch, key heads, keys, D], with 0 for keys that do not exist; `found` itself
-        if no length may cut the key blocks of the visit.
-
-        row, visit   the tile row, and its key blocks
-        """
+        """Keys or values [batch, key heads, keys, D], with 0 for keys that do not exist."""
         s, blocks = self.sizes, visit.blocks
         if not visit.cut:
             return found
@@ -271,12 +220,7 @@ class TiledOperands:
         return jnp.where(self.exists(columns, row, 1), found, jnp.zeros((), found.dtype))
 
     def exists(self, at: Array, row: TileRow, which: int) -> Array:
-        """Which queries (`which` 0) or keys (1) of the batch entries of the tile row exist: bool [batch, ...], of 4 dims.
-
-        at   their numbers in the call, int32 of 4 dims, which broadcast over the batch entries
-
-        The call must have lengths of that kind.
-        """
+        """Which queries (`which` 0) or keys (1), numbered `at` in the call, exist: bool [batch, ...] of 4 dims."""
         lengths = self.lengths[which]
         assert lengths is not None
         return at < lax.dynamic_slice(lengths, int32s((row.b0,)), (self.sizes.batch,)).reshape(-1, 1, 1, 1)
@@ -284,23 +228,17 @@ class TiledOperands:
     # ------------------------------------------------------------------ products over grouped heads
 
     def query_times_key(self, q: Array, k: Array) -> Array:
-        """q . k over the last dim: [b, heads, q, D] and [b, key heads, k, D] give [b, heads, q, k] in dtype `compute`.
-
-        Query head n uses key head n // (heads // key heads).
-        """
+        """[b, heads, q, D] and [b, key heads, k, D] give [b, heads, q, k] in dtype `compute`."""
         return self._grouped("bmxd,bmkd->bmxk", q, k)
 
     def weights_times_value(self, w: Array, v: Array) -> Array:
-        """The sum over keys of weight times value: w [b, heads, q, k] and v [b, key heads, k, E] give [b, heads, q, E] in dtype
-        `compute`. The weights are cast to `operand_dtype` first.
-        """
+        """w [b, heads, q, k] and v [b, key heads, k, E] give [b, heads, q, E] in dtype `compute`."""
         return self._grouped("bmxk,bmke->bmxe", w.astype(self.operand_dtype), v)
 
     def weights_transposed_times(self, w: Array, rows: Array, key_heads: int) -> Array:
         """The sum over queries, and over the query heads of each key head, of weight times row, as in dV = P^T dO.
 
-        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`. The weights are cast to
-        `operand_dtype` first, which is the dtype of the rows.
+        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`.
         """
         b, n, q, _ = w.shape
         fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])
@@ -308,11 +246,7 @@ class TiledOperands:
         return self._einsum("bmxk,bmxe->bmke", w, rows)
 
     def _grouped(self, formula: str, rows: Array, columns: Array) -> Array:
-        """einsum(formula, rows, columns) in dtype `compute`, where formula's x is the query heads of a key head and their
-        queries.
-
-        rows [b, heads, q, ..], columns [b, key heads, ..]; the result is [b, heads, q, ..].
-        """
+        """einsum where formula's x is the query heads of a key head and their queries; [b, heads, q, ..] in and out."""
         b, n, q, _ = rows.shape
         m = columns.shape[1]
         folded = rows.reshape(b, m, n // m * q, rows.shape[-1])
@@ -320,6 +254,5 @@ class TiledOperands:
         return out.reshape(b, n, q, out.shape[-1])
 
     def _einsum(self, formula: str, left: Array, right: Array) -> Array:
-        """einsum(formula, left, right) in dtype `compute`, at the plan's precision."""
         precision = for_dot_general(self.plan.precision)
         return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=self.compute)

@@ -1,17 +1,14 @@
 """The scores of the tiles of one visit: products, score_mod or its derivatives, mask and dropout.
 
-A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv. "Off" are
-the entries that do not count: those that the mask hides, and those past the end or the length of queries or keys or past the end
-of a block list.
-
-TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
-visit computes. A Region is the same as a TileRow with its key blocks: a part of the attention matrix.
+A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv.
+"Off" are the entries that do not count: those that the mask hides, and those past the end or the length of queries or
+keys or past the end of a block list.
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +16,47 @@ import jax.numpy as jnp
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow, region_of
 from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.backends.xla.tiled_operands import TiledOperands
-from flexjax.ir.evaluate import evaluate
-from flexjax.ir.program import KV, Lit, Program, Q
+from flexjax.ir.evaluate import Values, evaluate
+from flexjax.ir.program import KV, Atom, Axes, Lit, Program, Q, Val, loops_of
+from flexjax.ir.rewrite import with_results
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
+class LoopedPartial:
+    """A derivative that depends on loop indices: one for each element of a vector that score_mod reads."""
+
+    # of the derivative program
+    result: Val
+    # from the program's values, once the loop indices have values
+    read: Callable[[Values], Array]
+
+
+@dataclasses.dataclass(frozen=True)
 class VisitScores:
-    """The scores of one visit, all [batch, heads, block_q, keys].
+    """The scores of one visit, all [batch, heads, block_q, keys]."""
 
-    raw       scale * q . k, what score_mod gets
-    modified  after score_mod, -inf where `on` is False
-    on        bool, broadcastable to the tile: which entries count; None: all
-    partials  of a derivative program: the derivatives of `modified` with respect to the raw score, then to each load that has a
-              gradient; arrays that broadcast to the tile, or literals. () for score_mod's own program
-    tile      the tile on which the score program was evaluated; it keeps the index values of the loads
-    """
-
+    # scale * q . k, what score_mod gets
     raw: Array
+    # after score_mod, -inf where `on` is False
     modified: Array
+    # which entries count, broadcastable to the tile; None: all
     on: Array | None
-    partials: tuple[Array | Lit, ...]
+    # of a derivative program: derivatives of `modified` by the raw score, then by each load that has a gradient;
+    # cotangents if it takes the cotangent of `modified`, and () until that is known
+    partials: tuple[Array | Lit | LoopedPartial, ...]
+    # keeps the index values of the loads
     tile: XlaTile
+    # of the score program's steps
+    values: Values | None = None
 
 
 def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, q_extra: Array | None) -> Array:
-    """The scores of a visit before score_mod, scale * (q . k + query_extra . key_extra): [batch, heads, block_q, keys].
+    """scale * (q . k + query_extra . key_extra): [batch, heads, block_q, keys].
 
-    tiled        the operands of the pass
-    row, visit   the tile row, and its key blocks
-    q            queries of the tile row, [batch, heads, block_q, D]
-    q_extra      its part of query_extra, [batch, heads, block_q, R]; None without extra features
+    q         [batch, heads, block_q, D]
+    q_extra   [batch, heads, block_q, R]
     """
     total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit))
     if q_extra is not None:
@@ -60,24 +66,32 @@ def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, 
 
 
 def visit_scores(
-    tiled: TiledOperands, row: TileRow, visit: BlockVisit, raw: Array, program: Program | None, mask_q_end: bool
+    tiled: TiledOperands,
+    row: TileRow,
+    visit: BlockVisit,
+    raw: Array,
+    program: Program | None,
+    mask_q_end: bool,
+    cotangent: Array | None = None,
 ) -> VisitScores:
     """The scores of a visit after a score program and the mask.
 
-    tiled        the operands of the pass
-    row, visit   the tile row, and its key blocks
     raw          what raw_scores returns for the visit
-    program      score_mod's program, or that of its derivatives, whose results are also returned; None: the identity
-    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass need not,
-                 since it drops their results
+    program      score_mod's, or that of its derivatives, whose results are also returned; None: the identity
+    mask_q_end   queries past the end are off, because sums over queries would count them
+    cotangent    of the scores after score_mod; a program that takes it is cut to its first result without
 
-    Hidden entries are -inf in `modified`. Partials are in the dtype of scores, literals as they are; only for a differentiable
-    plan are they 0 at hidden entries, which are then evaluated on operands of 1 (`XlaTile.guard`).
+    For a differentiable plan partials are 0 at hidden entries, which are evaluated on operands of 1 (`XlaTile.guard`).
     """
     region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
     on = _on(tiled, region, row, visit, mask_q_end)
-    tile = XlaTile(region, tiled.score_captures, raw, guard=on if tiled.plan.differentiable else None)
-    results: Sequence[Array | Lit] = [raw]
+    if program is not None and program.takes_cotangent and cotangent is None:
+        program = with_results(program, program.results[:1])
+    tile = XlaTile(
+        region, tiled.score_captures, raw, guard=on if tiled.plan.differentiable else None, cotangent=cotangent
+    )
+    results: Sequence[Array | Lit | LoopedPartial] = [raw]
+    values = None
     if program is not None:
         full = program.inputs[0].axes
         want = [
@@ -85,41 +99,35 @@ def visit_scores(
             *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} for r in program.results[1:]),
         ]
         want = [frozenset(w) - {"delta"} for w in want]
-        values = evaluate(program, tile, want)
-        results = [r if isinstance(r, Lit) else v for r, v in zip(program.results, values, strict=True)]
-        results = [results[0], *(r if isinstance(r, Lit) else _partial(tiled, r, on) for r in results[1:])]
-        results[0] = jnp.broadcast_to(values[0].astype(tiled.compute), raw.shape)
+        values = Values.of(program, tile)
+
+        def partial(result: Atom, axes: Axes) -> Array | Lit | LoopedPartial:
+            if isinstance(result, Lit):
+                return result
+            read = lambda values: _partial(tiled, values.read(result, axes), on)
+            return LoopedPartial(result, read) if loops_of(result.axes) else read(typing.cast(Values, values))
+
+        modified = jnp.broadcast_to(values.read(program.results[0], want[0]).astype(tiled.compute), raw.shape)
+        results = [modified, *map(partial, program.results[1:], want[1:])]
     modified = typing.cast(Array, results[0])
     if on is not None:
         modified = jnp.where(on, modified, jnp.asarray(-jnp.inf, tiled.compute))
-    return VisitScores(raw, modified, on, tuple(results[1:]), tile)
+    return VisitScores(raw, modified, on, tuple(results[1:]), tile, values)
 
 
 def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
-    """One result of a derivative program over a tile, `partial`, cast to the dtype of the scores.
-
-    tiled   the operands of the pass
-    on      which entries count; None: all
-
-    For a plan that jax differentiates again (plan.differentiable) it is 0 where `on` is False, because a NaN there would reach
-    the second derivatives.
-    """
+    """One result of a derivative program over a tile, in the dtype of the scores."""
     partial = partial.astype(tiled.compute)
     if on is None or not tiled.plan.differentiable:
         return partial
+    # a NaN would reach the second derivatives
     return jnp.where(on, partial, jnp.zeros_like(partial))
 
 
 def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, mask_q_end: bool) -> Array | None:
-    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all count.
+    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None: all.
 
-    tiled        the operands of the pass
-    region       of the visit, in positions of the whole problem
-    row, visit   the tile row, and its key blocks
-    mask_q_end   whether queries past the end or that do not exist are off
-
-    An entry counts if the mask program shows it or its block is full, its key block is valid, and its key, and with mask_q_end
-    its query, exists and is not past the end. Without a block mask the mask program decides everywhere.
+    Without a block mask the mask program decides everywhere. With mask_q_end queries past the end are off.
     """
     plan, lengths = tiled.plan, tiled.lengths
     rows = region_of(tiled.sizes, row, visit.blocks)
@@ -143,11 +151,7 @@ def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, m
 
 
 def _mask(tiled: TiledOperands, region: Region) -> Array:
-    """The mask program over a region: bool of rank 4, True at visible entries, of size 1 along axes that the mask does not
-    read.
-
-    tiled   operands of a plan with a mask
-    """
+    """The mask program over a region: bool of rank 4, of size 1 along axes that the mask does not read."""
     program = tiled.plan.mask
     assert program is not None
     want = program.axes - {"delta"} | ({"q", "kv"} if "delta" in program.axes else set())
@@ -156,12 +160,7 @@ def _mask(tiled: TiledOperands, region: Region) -> Array:
 
 
 def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) -> Array | None:
-    """What dropout multiplies each probability of a visit by: 0 or 1 / (1 - rate), [batch, heads, block_q, keys] in the dtype
-    of scores; None without dropout.
-
-    tiled        the operands of the pass
-    row, visit   the tile row, and its key blocks
-    """
+    """What dropout multiplies each probability by: 0 or 1 / (1 - rate), [batch, heads, block_q, keys]."""
     program = tiled.plan.dropout
     if program is None:
         return None
@@ -170,13 +169,12 @@ def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) ->
     return multiplier.astype(tiled.compute)
 
 
-def times_partial(cotangent: Array, partial: Array | Lit) -> Array:
-    """`cotangent` (a cotangent or tangent over the tile of a visit) times `partial`, one of VisitScores.partials."""
+def times_partial(cotangent: Array, partial: Array | Lit | LoopedPartial) -> Array:
+    """A cotangent or tangent over the tile of a visit times a partial whose loop indices have values."""
+    assert not isinstance(partial, LoopedPartial)
     return cotangent * (partial.value if isinstance(partial, Lit) else partial)
 
 
 def zero_where_off(scores: VisitScores, values: Array) -> Array:
-    """`values` over the tile of the visit of `scores`, with 0 at entries that do not count. Apply it after all products,
-    because 0 times the NaN of a hidden entry is NaN.
-    """
+    """`values` with 0 at entries that do not count; to apply after products, because 0 times a hidden NaN is NaN."""
     return values if scores.on is None else jnp.where(scores.on, values, jnp.zeros_like(values))

@@ -8,7 +8,7 @@ all gradients; "workload " and one of the gpu suite of the benchmarks, both pass
 or "prefill " and one of PREFILLED, a chunk of a prefill over keys in pages; all by default. A line for each call on each card, ok,
 refused or FAIL, and below it one for each kernel that multiplies: registers, bytes spilled, bytes of shared memory, columns of tensor
 memory, and the instructions counted in its machine code. FAIL: the compilers refuse,
-a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than MOST_SPILLED. A child
+a kernel is not there, lacks an instruction that it should have or has one of another family, or spills more than it may. A child
 process for each card, as in aot.py.
 """
 
@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 import jax
 
 import flexjax
+from bench.suites import MODS, SUITES
 from flexjax import paged
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import kernel_parts
-from flexjax.backends.mosaic_gpu.shared_memory import scratch_bytes, tmem_columns
-from flexjax.bench.suites import MODS, SUITES
+from flexjax.backends.mosaic_gpu.machine import kernel_parts
+from flexjax.backends.mosaic_gpu.machine.shared_memory import scratch_bytes, tmem_columns
 from tests.backends import children
 from tests.backends.mosaic_gpu import aot, compile_card, test_decode
 from tests.bound_case import BoundCase
@@ -77,6 +77,8 @@ ALL_HIDDEN = ("nothing", "nothing_blocks", "poison_everywhere")
 """Cases whose mask hides everything, so that the compilers leave out the products."""
 MOST_SPILLED = 256
 """Bytes of spills that pass: a few registers before and after the loops of the largest tiles."""
+MAY_SPILL = {"noise": 768, "random_entries": 768}
+"""Case -> bytes of spills that pass instead: the state of a hash, in the backward kernels of tcgen05, whose tiles have one size."""
 
 
 def sampled(card: str) -> list[str]:
@@ -112,8 +114,9 @@ def compile_entry(card: str, entry: str) -> None:
 
 def compile_decode(card: str, name: str) -> None:
     """Compiles a case of test_decode.py with the tile of a card."""
-    from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
-    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from flexjax.backends.mosaic_gpu.decode import mma as decode_mma
+    from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 
     case = test_decode.compiled()[name]
     page, stored = case.pop("page", 0), case.pop("stored", None)
@@ -122,14 +125,14 @@ def compile_decode(card: str, name: str) -> None:
     plan, operands = test_decode.in_pages(made, page, stored) if page else (made.plan, made.operands)
     plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, instruction="mma"))
     described = CARDS[compile_card.CARDS[BY_MMA.get(card, card)].capability]
-    why = decode_sm80_tiles.mma_decode_refuses(plan, described)
+    why = decode_mma_tiles.mma_decode_refuses(plan, described)
     if why is not None:
         raise NotImplementedError(why)
-    tile = decode_sm80_tiles.mma_decode_tile(plan, described)
+    tile = decode_mma_tiles.mma_decode_tile(plan, described)
     device = targets.of_device(compile_card.topology(BY_MMA.get(card, card)).devices[0], "cuda")
     with targets.as_seen_by_pallas(device):
         compile_card.compile_for(
-            BY_MMA.get(card, card), lambda operands: decode_sm80.forward(plan, operands, tile), operands
+            BY_MMA.get(card, card), lambda operands: decode_mma.forward(plan, operands, tile), operands
         )
 
 
@@ -178,14 +181,11 @@ def say_shared_memory() -> None:
     """Makes every launch of this process print the bytes of shared memory of its CTAs and their columns of tensor memory, beside what the
     compilers print.
     """
-    from flexjax.backends.mosaic_gpu import (  # noqa: F401  # who launch
-        backward_sm80,
-        backward_sm100,
-        capture_gradients,
-        decode_sm80,
-        forward_sm80,
-        forward_sm100,
-    )
+    from flexjax.backends.mosaic_gpu.backward import tcgen05 as backward_tcgen05  # noqa: F401  # who launch
+    from flexjax.backends.mosaic_gpu.decode import mma as decode_mma  # noqa: F401  # who launch
+    from flexjax.backends.mosaic_gpu.families import mma_backward  # noqa: F401  # who launch
+    from flexjax.backends.mosaic_gpu.forward import mma as forward_mma  # noqa: F401  # who launch
+    from flexjax.backends.mosaic_gpu.forward import tcgen05 as forward_tcgen05  # noqa: F401  # who launch
 
     launch = kernel_parts.launch
 
@@ -247,8 +247,12 @@ def judged(card: str, line: str, said: str) -> str:
     if not line.startswith("ok"):
         return f"{line} on {card}"
     found = kernels_of(said)
-    hidden = line.split()[1].rsplit("-", 1)[0] in ALL_HIDDEN
-    wrong = [f"{name} {what}" for name, kernel in found.items() for what in _wrong(card, name, kernel, hidden)]
+    case = line.split()[1].rsplit("-", 1)[0]
+    wrong = [
+        f"{name} {what}" for name, kernel in found.items() for what in _wrong(card, name, kernel, case in ALL_HIDDEN)
+    ]
+    most = MAY_SPILL.get(case, MOST_SPILLED)
+    wrong += [f"{name} spills" for name, kernel in found.items() if kernel.spilled > most]
     for name, kernel in found.items():
         paired = name == TCGEN05[2] and line.startswith(f"ok {PAIRS}")
         wrong += [f"{name} has {'no ' if paired else ''}{n}" for n in ON_PAIRS if paired != (kernel.counts[n] > 0)]
@@ -277,8 +281,7 @@ def _wrong(card: str, name: str, kernel: Compiled, hidden: bool) -> list[str]:
     """
     expected = ON_TCGEN05 if name in TCGEN05 else ("HMMA", *(() if name == DECODES else (LDMATRIX,)), COPYING[card])
     wrong = [] if hidden else [f"has no {n}" for n in expected if not kernel.counts[n]]
-    wrong += [f"has {n}" for n in {WGMMA, CP_ASYNC, TMA} - {COPYING[card]} if kernel.counts[n]]
-    return wrong + (["spills"] if kernel.spilled > MOST_SPILLED else [])
+    return wrong + [f"has {n}" for n in {WGMMA, CP_ASYNC, TMA} - {COPYING[card]} if kernel.counts[n]]
 
 
 def sweep(card: str, names: Sequence[str]) -> Iterator[str]:

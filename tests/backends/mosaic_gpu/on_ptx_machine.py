@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import kernel_parts
+from flexjax.backends.mosaic_gpu.machine import kernel_parts
 from tests.backends.mosaic_gpu import compile_card, ptx_machine
 
 CARD = "sm_80"
@@ -104,8 +104,9 @@ def outcome(name: str, how: Execution) -> str:
     if name.startswith(DECODE):
         return decode_outcome(name.removeprefix(DECODE), how)
 
-    from flexjax.backends.mosaic_gpu import forward_sm80, forward_sm80_tiles
-    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from flexjax.backends.mosaic_gpu.forward import mma as forward_mma
+    from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
     from tests.cases.hopper_forward import FORWARD
     from tests.cases.on_hopper import assert_results_close, forward_problem
 
@@ -113,10 +114,10 @@ def outcome(name: str, how: Execution) -> str:
     made = forward_problem(**FORWARD[name])
     plan = dataclasses.replace(made.plan, options=dataclasses.replace(made.plan.options, interpret=False))
     device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
-    tile = forward_sm80_tiles.forward_tile(plan, CARDS[compile_card.CARDS[CARD].capability])
+    tile = forward_mma_tiles.forward_tile(plan, CARDS[compile_card.CARDS[CARD].capability])
     try:
-        with execute(forward_sm80, how=how), targets.as_seen_by_pallas(device):
-            assert_results_close(made, forward_sm80.forward(plan, made.operands, tile))
+        with execute(forward_mma, how=how), targets.as_seen_by_pallas(device):
+            assert_results_close(made, forward_mma.forward(plan, made.operands, tile))
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"
     return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
@@ -135,8 +136,9 @@ PAGES: dict[str, dict[str, typing.Any]] = {
 
 def decode_outcome(name: str, how: Execution) -> str:
     """Runs a problem of the decode kernel; a line that begins with ok or FAIL. Those of PAGES are compared with the simulator."""
-    from flexjax.backends.mosaic_gpu import decode_sm80, decode_sm80_tiles
-    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from flexjax.backends.mosaic_gpu.decode import mma as decode_mma
+    from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
     from tests.backends.mosaic_gpu import test_decode
     from tests.cases.on_hopper import assert_results_close
 
@@ -145,15 +147,15 @@ def decode_outcome(name: str, how: Execution) -> str:
     made = None if name in PAGES else test_decode.problem(problems[name])
     simulated, operands = test_decode.ragged([2, 1, 0], 240, **PAGES[name]) if made is None else made[:2]
     plan = dataclasses.replace(simulated, options=dataclasses.replace(simulated.options, interpret=False))
-    tile = dataclasses.replace(decode_sm80_tiles.mma_decode_tile(plan, card), programs=3, chunk=128)
+    tile = dataclasses.replace(decode_mma_tiles.mma_decode_tile(plan, card), programs=3, chunk=128)
     device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
     try:
-        with execute(decode_sm80, how=how), targets.as_seen_by_pallas(device):
-            got = decode_sm80.forward(plan, operands, tile)
+        with execute(decode_mma, how=how), targets.as_seen_by_pallas(device):
+            got = decode_mma.forward(plan, operands, tile)
         if made is not None:
             assert_results_close(made, got)
         else:
-            want = decode_sm80.forward(simulated, operands, tile)
+            want = decode_mma.forward(simulated, operands, tile)
             for x, y in zip((got.out, got.lse), (want.out, want.lse), strict=True):
                 np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-2, atol=2e-3)
     except AssertionError as error:
@@ -181,7 +183,7 @@ def main(arguments: list[str], outcome: Callable[[str, Execution], str], problem
 
 if __name__ == "__main__":
     from tests.backends.mosaic_gpu import test_decode
-    from tests.backends.mosaic_gpu.test_sm80_forward import TAKEN
+    from tests.backends.mosaic_gpu.test_mma_forward import TAKEN
 
     DECODES = [DECODE + name for name in (*test_decode.SIMULATED, *test_decode.SLOW, *PAGES)]
     sys.exit(main(sys.argv[1:], outcome, [*TAKEN, *DECODES]))

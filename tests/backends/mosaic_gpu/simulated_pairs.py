@@ -21,10 +21,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import backward_sm100, backward_sm100_tiles
-from flexjax.backends.mosaic_gpu.backward_sm100_tiles import PAIR
-from flexjax.backends.mosaic_gpu.columns import COLUMNS
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers
+from flexjax.backends.mosaic_gpu.backward import tcgen05 as backward_tcgen05
+from flexjax.backends.mosaic_gpu.backward import tcgen05_tiles as backward_tcgen05_tiles
+from flexjax.backends.mosaic_gpu.backward.tcgen05_tiles import PAIR
+from flexjax.backends.mosaic_gpu.machine.columns import COLUMNS
+from flexjax.backends.mosaic_gpu.machine.shared_memory import Barriers
 
 
 def in_cta(key: typing.Any, cta: int) -> typing.Any:
@@ -71,7 +72,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         plgpu.copy_gmem_to_smem,
     )
     begin_copy, barrier_of = gpu_callbacks.copy_gmem_to_smem, plgpu.ClusterBarrier
-    scratch_of = backward_sm100_tiles.scratch
+    scratch_of = backward_tcgen05_tiles.scratch
 
     def multiply(task: typing.Any, clock: typing.Any, thread: int) -> typing.Any:
         if task.collective_axis is None:
@@ -118,9 +119,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(
         plgpu, "ClusterBarrier", lambda leader_tracked, orders_tensor_core, **fields: barrier_of(**fields)
     )
-    monkeypatch.setattr(backward_sm100, "scratch", scratch)
+    monkeypatch.setattr(backward_tcgen05, "scratch", scratch)
     return counts
 
 
-ARRIVALS = 2 * PAIR * (backward_sm100_tiles.HALVES + 1)
+ARRIVALS = 2 * PAIR * (backward_tcgen05_tiles.HALVES + 1)
 """Of copies of both CTAs at the barrier of a slot; on a device the first CTA arrives for both. No other barrier has as many."""

@@ -145,16 +145,18 @@ SPILLS = {
     "one kernel 64, documents, any order": {"flexjax_backward_fused": 152},
     "one kernel 64, bias of each query and key": {"flexjax_backward_fused": 160},
 }
-"""Bytes that a thread may spill, 0 for what is not named; see LOG_backward.md. One kernel: numbers that do not change in its loop,
+"""Bytes that a thread may spill, 0 for what is not named; see lab/logs/hopper_backward.md. One kernel: numbers that do not change in its loop,
 written before it and read once a step."""
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.base import BackwardInputs
-    from flexjax.backends.mosaic_gpu import backward_sm90, dq_order, fused_choice
-    from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+    from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import fused_tiles
+    from flexjax.backends.mosaic_gpu.families import hopper_backward
+    from flexjax.backends.mosaic_gpu.machine import dq_order
+    from flexjax.plan.kernel_plan import BackwardInputs
     from flexjax.types import KernelOptions
-    from tests.cases.on_hopper import backward_problem
+    from tests.cases.on_hopper import backward_problem, with_extra
 
     for name in names:
         case = cases()[name]
@@ -166,13 +168,13 @@ def compile_cases(names: list[str]) -> None:
         )
         made = backward_problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
-        fused_choice.fused_is_faster = lambda plan, fused=fused: fused
-        fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
-        fused_choice.shares_of = lambda plan, shares=shares: shares
+        hopper_fused_choice.fused_is_faster = lambda plan, fused=fused: fused
+        hopper_fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
+        hopper_fused_choice.shares_of = lambda plan, shares=shares: shares
         tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
-            return backward_sm90.backward(plan, BackwardInputs(*arrays, *made.given[4:]))
+            return with_extra(hopper_backward.backward, plan, BackwardInputs(*arrays, *made.given[4:]))
 
         print(f"case {name}{f', {tiles.queries} queries' if tiles else ''}", file=sys.stderr, flush=True)
         compile_hopper.compile_for_hopper(run, *made.given[:4])

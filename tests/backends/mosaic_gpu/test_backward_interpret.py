@@ -10,7 +10,8 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_sm90, fused_choice
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+from flexjax.backends.mosaic_gpu.families import hopper_backward
 from flexjax.types import KernelOptions
 from tests.cases.hopper_backward import BACKWARD, CAPTURED, FUSED, FUSED_ONE_KEY_TILE
 from tests.cases.on_hopper import assert_gradients_close, backward_problem
@@ -43,11 +44,13 @@ ENOUGH_THREADS = pytest.mark.skipif(
 def check_one_kernel(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool, queries: int, tolerance: float = 8e-3, **case: typing.Any
 ) -> None:
-    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
-    monkeypatch.setattr(fused_choice, "adds_in_order", lambda plan, tiles: plan.options.deterministic)
+    monkeypatch.setattr(hopper_fused_choice, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(hopper_fused_choice, "adds_in_order", lambda plan, tiles: plan.options.deterministic)
     tiles = []
-    run = backward_sm90.backward_fused
-    monkeypatch.setattr(backward_sm90, "backward_fused", lambda *given: (tiles.append(given[-1].tiles), run(*given))[1])
+    run = hopper_backward.backward_fused
+    monkeypatch.setattr(
+        hopper_backward, "backward_fused", lambda *given: (tiles.append(given[-1].tiles), run(*given))[1]
+    )
     made = backward_problem(
         **{"dim": 64, **case}, options=KernelOptions(deterministic=deterministic, block_q_bwd=queries)
     )
@@ -80,11 +83,12 @@ def test_one_kernel_is_without_races(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_query_visits_are_int32(deterministic: bool) -> None:
-    from flexjax.backends.mosaic_gpu import backward_fused_visits, dq_order, tile_visits
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_visits, tile_visits
+    from flexjax.backends.mosaic_gpu.machine import dq_order
 
     made = backward_problem(**FUSED["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
         lists = tile_visits.visit_lists(made.plan, made.given.operands.lists, transposed=True)
-        visits = backward_fused_visits.query_visits(made.plan, lists, 2, 4, 64, order)
+        visits = hopper_fused_visits.query_visits(made.plan, lists, 2, 4, 64, order)
     assert {x.dtype for x in jax.tree.leaves(visits)} == {jnp.dtype("int32")}

@@ -13,17 +13,15 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 import flexjax
-from flexjax.backends.mosaic_gpu import (
-    backward_common,
-    capture_gradients,
-    capture_kernel,
-    capture_lists,
-    capture_scatter,
-    fixed_point,
-    shift_invariance,
-)
-from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
-from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
+from flexjax.backends.mosaic_gpu.backward import common as backward_common
+from flexjax.backends.mosaic_gpu.backward.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.backward.row_statistics import row_statistics
+from flexjax.backends.mosaic_gpu.captures import fixed_point, shift_invariance
+from flexjax.backends.mosaic_gpu.captures import gradients as captures_gradients
+from flexjax.backends.mosaic_gpu.captures import kernel as captures_kernel
+from flexjax.backends.mosaic_gpu.captures import lists as captures_lists
+from flexjax.backends.mosaic_gpu.captures import scatter as captures_scatter
+from flexjax.backends.mosaic_gpu.captures.hopper import CAPTURES
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
 from flexjax.trace import trace_mod
@@ -51,7 +49,7 @@ def plan_of(
 
 
 def walked(
-    plan: KernelPlan, shape: capture_lists.ListShape, lists: capture_lists.TileLists
+    plan: KernelPlan, shape: captures_lists.ListShape, lists: captures_lists.TileLists
 ) -> list[list[tuple[int, ...]]]:
     """(b, h, row, column, masked) of each visit of each list."""
     head, begin, count, tile = (np.asarray(x) for x in (lists.head, lists.begin, lists.count, lists.tile))
@@ -80,7 +78,7 @@ def walked(
 def test_lists_have_every_tile_once(
     kind: str, masks: tuple[int, int] | None, shared: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_lists, "LISTS_WANTED", 5)
+    monkeypatch.setattr(captures_lists, "LISTS_WANTED", 5)
     batch, heads, lengths, period = 2, 3, (640, 512), 2 if kind == ir.DIAGONAL else 1
     expected = {(b, h, i, j): 0 for b in range(batch) for h in range(heads) for i in range(5) for j in range(4)}
     layout = lists = None
@@ -91,8 +89,8 @@ def test_lists_have_every_tile_once(
         full = np.broadcast_to(on, (batch, heads, 5, 4))
         expected = {at: int(full[at] == 1) for at in expected if full[at]}
     plan = plan_of(lengths[0], heads, batch=batch, kv_len=lengths[1], blocks=layout)
-    shape = capture_lists.shape_for(plan, kind, 128, shared, period)
-    found = walked(plan, shape, capture_lists.tile_lists(plan, lists, shape))
+    shape = captures_lists.shape_for(plan, kind, 128, shared, period)
+    found = walked(plan, shape, captures_lists.tile_lists(plan, lists, shape))
 
     visits = [visit for one in found for visit in one]
     assert len(visits) == len(expected)
@@ -104,7 +102,7 @@ def test_lists_have_every_tile_once(
         ir.DIAGONAL: lambda i, j: (i - j, i % period),
         ir.TILE: lambda i, j: (i, j),
     }[kind]
-    kernel = capture_kernel.CaptureKernel(plan, None, 0, shape, DenseBiasPlan(), capture_kernel.Sink.SUMS)  # type: ignore[arg-type]
+    kernel = captures_kernel.CaptureKernel(plan, None, 0, shape, DenseBiasPlan(), captures_kernel.Sink.SUMS, CAPTURES)  # type: ignore[arg-type]
     for n, one in enumerate(found):
         assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
         assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
@@ -169,12 +167,14 @@ def test_memory_follows_the_block_mask(name: str) -> None:
 
     def run(given: typing.Any, lists: typing.Any, array: jax.Array) -> typing.Any:
         operands = Operands(*given[:3], None, None, None, (array,), (), (), lists)
-        return capture_gradients.capture_gradients(plan, operands, given, (True,), derivative, DenseBiasPlan())
+        return captures_gradients.capture_gradients(
+            plan, operands, given, (True,), derivative, DenseBiasPlan(), CAPTURES
+        )
 
     jaxpr = jax.make_jaxpr(run)(given, lists, array)
     allowed = max(math.prod(tokens.shape) * 4, 4 * 2 * math.prod(shape))  # queries in float32, the array in 64 bits
     assert largest(jaxpr.jaxpr) <= allowed
-    assert capture_gradients.refuses(plan, derivative, (True,)) is None
+    assert captures_gradients.refuses(plan, derivative, (True,)) is None
 
 
 def test_the_order_of_sums_does_not_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,28 +194,28 @@ def test_the_order_of_sums_does_not_depend_on_the_device(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", BY_PLACES)
 def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sinks: list[tuple[capture_kernel.Sink, str]] = []
-    run = capture_kernel.CaptureKernel.run
+    sinks: list[tuple[captures_kernel.Sink, str]] = []
+    run = captures_kernel.CaptureKernel.run
     watched = lambda self, *given: (sinks.append((self.sink, self.shape.kind)), run(self, *given))[1]
-    monkeypatch.setattr(capture_kernel.CaptureKernel, "run", watched)
+    monkeypatch.setattr(captures_kernel.CaptureKernel, "run", watched)
     made = backward_problem(**BY_PLACES[name])
     assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
     kind = ir.DIAGONAL if "diagonal" in name else ir.SCALAR
-    measured = [(capture_kernel.Sink.MAGNITUDES, ir.SCALAR)] if "nothing bounds" in name else []
-    assert sinks == [*measured, (capture_kernel.Sink.SCATTER, kind)]
+    measured = [(captures_kernel.Sink.MAGNITUDES, ir.SCALAR)] if "nothing bounds" in name else []
+    assert sinks == [*measured, (captures_kernel.Sink.SCATTER, kind)]
 
 
 def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_gradients, "_period", lambda *_: 2)
+    monkeypatch.setattr(captures_gradients, "_period", lambda *_: 2)
     case = {**BY_PLACES["2-D table, tiles of a diagonal"], "q_len": 192, "kv_len": 192}
     made = backward_problem(**case)
     assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
 
 
 def test_many_lists_a_few_heads_at_a_time_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_lists, "LISTS_WANTED", 1)
-    monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
-    monkeypatch.setattr(capture_scatter, "SORTED_AT_ONCE", 100)
+    monkeypatch.setattr(captures_lists, "LISTS_WANTED", 1)
+    monkeypatch.setattr(captures_gradients, "LISTS_AT_ONCE", 2)
+    monkeypatch.setattr(captures_scatter, "SORTED_AT_ONCE", 100)
     made = backward_problem(
         score=lambda c, s, b, h, q, k: s + c[0][jnp.clip(q - k, -20, 20) + 20],
         captured=(normal(41),),
@@ -238,13 +238,13 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
         unit=1,
     )
     assert made.given.derivative is not None
-    total = capture_gradients._largest_total(made.plan, given, made.given.derivative, 0)
+    total = captures_gradients._largest_total(made.plan, given, made.given.derivative, 0)
     assert total is not None
     (expected,) = made.expected.score_captures
     assert expected is not None
     assert float(jnp.abs(expected).sum()) <= float(total) <= 1e4 * float(jnp.abs(expected).sum())
     small = given._replace(d_out=jax.tree.map(lambda x: x * 2.0**-80, given.d_out), stats=given.stats * 2.0**-80)
-    less = capture_gradients._largest_total(made.plan, small, made.given.derivative, 0)
+    less = captures_gradients._largest_total(made.plan, small, made.given.derivative, 0)
     assert less is not None
     np.testing.assert_allclose(float(less) * 2.0**80, float(total), rtol=1e-4)
 
@@ -254,7 +254,7 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
 
 def refusal(made: BackwardProblem, **change: int) -> str | None:
     assert made.given.derivative is not None
-    return capture_gradients.refuses(dataclasses.replace(made.plan, **change), made.given.derivative, (True,))
+    return captures_gradients.refuses(dataclasses.replace(made.plan, **change), made.given.derivative, (True,))
 
 
 def test_refuses_more_tiles_than_can_be_numbered() -> None:

@@ -24,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, func
 
 import flexjax
-from flexjax.backends.mosaic_gpu.clipped_copies import _ClippedCopy
+from flexjax.backends.mosaic_gpu.machine.clipped_copies import _ClippedCopy
 from tests.backends.mosaic_gpu import compile_card, compile_hopper
 
 ROOT = pathlib.Path(__file__).parents[3]

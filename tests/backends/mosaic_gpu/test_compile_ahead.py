@@ -32,7 +32,8 @@ from jaxlib.mlir import ir, passmanager
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts, simplified_module
+from flexjax.backends.mosaic_gpu.lowering import compile_ahead, simplified_module
+from flexjax.backends.mosaic_gpu.lowering import shortcuts as lowering_shortcuts
 from flexjax.backends.target import Target
 from tests.backends.mosaic_gpu import compile_hopper
 
@@ -136,7 +137,7 @@ def test_a_jax_that_has_a_piece_otherwise_compiles_all_the_same(
     if piece in PIECES:
         monkeypatch.setattr(compile_ahead, piece, renamed)
     elif piece == "compile_ahead":
-        import flexjax.backends.mosaic_gpu as room
+        import flexjax.backends.mosaic_gpu.lowering as room
 
         monkeypatch.delattr(room, piece)
         monkeypatch.setitem(sys.modules, f"{room.__name__}.{piece}", None)

@@ -17,7 +17,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-from flexjax.backends.mosaic_gpu import choose_kernel, decode_intervals, decode_tiles, support  # noqa: E402
+from flexjax.backends.mosaic_gpu import support  # noqa: E402
+from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles  # noqa: E402
+from flexjax.backends.mosaic_gpu.decode import intervals as decode_intervals  # noqa: E402
+from flexjax.backends.mosaic_gpu.families import choose_kernel  # noqa: E402
 from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
 from flexjax.ir.fold_heads import fold_heads  # noqa: E402
 from flexjax.ir.origin import OriginLayout, Starts  # noqa: E402
@@ -68,7 +71,7 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_other_kernel_runs(name: str) -> None:
     fields, sentence = REFUSED[name]
-    assert decode_tiles.decode_refuses(small(**fields)) == sentence
+    assert decode_hopper_tiles.decode_refuses(small(**fields)) == sentence
     assert choose_kernel.decode_kernel(small(**fields)) is None
 
 
@@ -153,8 +156,8 @@ def test_keys_in_pages(name: str) -> None:
 def test_the_forward_kernel_reads_pages_in_place(fields: dict[str, typing.Any], in_place: bool) -> None:
     """Whatever the batch and the number of pages are."""
     made = small(**{"q_len": 17, "options": NONE, "page": 16, "lengths": (False, True), **fields})
-    assert choose_kernel.reads_pages(made, None) == in_place
-    assert choose_kernel.reads_pages(dataclasses.replace(made, batch=9, kv_len=4096), None) == in_place
+    assert choose_kernel.reads_pages(made) == in_place
+    assert choose_kernel.reads_pages(dataclasses.replace(made, batch=9, kv_len=4096)) == in_place
 
 
 def test_in_words() -> None:
@@ -179,12 +182,12 @@ def test_sizes() -> None:
     """Every configuration fits, and neither batch nor length nor the number of key heads changes it."""
     for head_dim, value_dim, q_len, group in itertools.product((16, 72, 128, 192, 256), (64, 256), (1, 4), (1, 7, 16)):
         made = small(head_dim=head_dim, value_dim=value_dim, q_len=q_len, q_heads=2 * group)
-        tile = decode_tiles.decode_tile(made)
-        assert decode_tiles.decode_fits(tile)
+        tile = decode_hopper_tiles.decode_tile(made)
+        assert decode_hopper_tiles.decode_fits(tile)
         assert tile.stages in (2, 4, 6)
         assert tile.chunk % tile.block_kv == 0
         other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * group, kv_heads=8)
-        assert decode_tiles.decode_tile(other) == tile
+        assert decode_hopper_tiles.decode_tile(other) == tile
 
 
 def test_sizes_of_quantised_caches() -> None:
@@ -192,11 +195,11 @@ def test_sizes_of_quantised_caches() -> None:
     refused = 0
     for head_dim, value_dim, rows in itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (1, 16, 34, 40, 64)):
         made = small(head_dim=head_dim, value_dim=value_dim, q_heads=2 * rows, page=16, cache_dtype="int8")
-        if decode_tiles.decode_refuses(made) is not None:
+        if decode_hopper_tiles.decode_refuses(made) is not None:
             refused += 1
             continue
-        tile = decode_tiles.decode_tile(made)
-        assert decode_tiles.decode_fits(tile)
+        tile = decode_hopper_tiles.decode_tile(made)
+        assert decode_hopper_tiles.decode_fits(tile)
         assert tile.stages in (2, 4, 6)
     assert refused <= 10  # few and large ones
 
@@ -205,8 +208,8 @@ def test_sizes_of_quantised_caches() -> None:
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_a_slot_is_always_read_by_the_same_warpgroup(stages: int) -> None:
     """A thread knows the phase of a barrier by counting its own waits, so it must wait for every fill of a slot."""
-    from flexjax.backends.mosaic_gpu.decode_items import DecodeItem, DecodeItems
-    from flexjax.backends.mosaic_gpu.kernel_parts import i32
+    from flexjax.backends.mosaic_gpu.decode.items import DecodeItem, DecodeItems
+    from flexjax.backends.mosaic_gpu.machine.kernel_parts import i32
 
     reader: dict[int, int] = {}
     first_step = 0
@@ -284,7 +287,7 @@ def test_other_masks_have_no_interval(mask: typing.Any) -> None:
 
 @needs_kernels
 def test_sums_do_not_depend_on_chunks_without_visits() -> None:
-    from flexjax.backends.mosaic_gpu.decode_merge import sum_in_order
+    from flexjax.backends.mosaic_gpu.decode.merge import sum_in_order
 
     x = jnp.asarray(RNG.normal(size=(2, 1, 40, 3)), jnp.float32)
     want = np.asarray(sum_in_order(x))
@@ -323,11 +326,11 @@ def problem(case: dict[str, typing.Any], **fields: typing.Any) -> ForwardProblem
 
 
 def run(plan: KernelPlan, operands: Operands, programs: int = 3, chunk: int = 128) -> Results:
-    from flexjax.backends.mosaic_gpu import decode_sm90
+    from flexjax.backends.mosaic_gpu.decode import hopper as decode_hopper
 
-    assert decode_tiles.decode_refuses(plan) is None
-    tile = dataclasses.replace(decode_tiles.decode_tile(plan), programs=programs, chunk=chunk)
-    return jax.jit(lambda operands: decode_sm90.forward(plan, operands, tile))(operands)
+    assert decode_hopper_tiles.decode_refuses(plan) is None
+    tile = dataclasses.replace(decode_hopper_tiles.decode_tile(plan), programs=programs, chunk=chunk)
+    return jax.jit(lambda operands: decode_hopper.forward(plan, operands, tile))(operands)
 
 
 @needs_kernels
@@ -469,7 +472,7 @@ def in_pages(made: ForwardProblem, page: int, stored: str | None) -> tuple[Kerne
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu import decode_sm90
+    from flexjax.backends.mosaic_gpu.decode import hopper as decode_hopper
 
     for name in names:
         given: dict[str, typing.Any] = dict(q_len=1, heads=8, kv_heads=2, kv_len=576, block=None, interpret=False)
@@ -477,10 +480,10 @@ def compile_cases(names: list[str]) -> None:
         page, stored = case.pop("page", 0), case.pop("stored", None)
         made = forward_problem(**{**given, **case})
         plan, operands = in_pages(made, page, stored) if page else (made.plan, made.operands)
-        tile = decode_tiles.decode_tile(plan)
+        tile = decode_hopper_tiles.decode_tile(plan)
 
         def forward(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
-            return decode_sm90.forward(plan, operands, tile)
+            return decode_hopper.forward(plan, operands, tile)
 
         print(f"case {name}", file=sys.stderr, flush=True)
         compile_hopper.compile_for_hopper(forward, operands)

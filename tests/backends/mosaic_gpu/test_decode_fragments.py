@@ -1,4 +1,4 @@
-"""The steps of decode_fragments.py, computed with numpy for all threads of a warpgroup as the PTX manual defines the instructions."""
+"""The steps of decode/fragments.py, computed with numpy for all threads of a warpgroup as the PTX manual defines the instructions."""
 
 import typing
 
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flexjax.backends.mosaic_gpu import decode_fragments
+from flexjax.backends.mosaic_gpu.decode import fragments as decode_fragments
 
 RNG = np.random.default_rng(3)
 THREADS = np.arange(128)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flexjax import KernelOptions
-from flexjax.backends.mosaic_gpu import dq_order
-from flexjax.backends.mosaic_gpu.dq_order import DqOrder
+from flexjax.backends.mosaic_gpu.machine import dq_order
+from flexjax.backends.mosaic_gpu.machine.dq_order import DqOrder
 from flexjax.plan.kernel_plan import KernelPlan
 
 

@@ -8,7 +8,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu.exponential import LOWEST, exp2_polynomial
+from flexjax.backends.mosaic_gpu.machine.exponential import LOWEST, exp2_polynomial
 from tests.arrays import array
 
 

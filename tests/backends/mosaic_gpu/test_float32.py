@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax.backends.mosaic_gpu import (
-    backward_dkv_tiles,
-    backward_dq_tiles,
-    backward_tiles,
-    choose_kernel,
-    forward_tiles,
-    support,
-)
-from flexjax.backends.mosaic_gpu.float_parts import join, pairs_of, split
-from flexjax.backends.mosaic_gpu.shared_memory import fits
+from flexjax.backends.mosaic_gpu import support
+from flexjax.backends.mosaic_gpu.backward import hopper_dkv_tiles, hopper_dq_tiles
+from flexjax.backends.mosaic_gpu.backward import hopper_tiles as backward_hopper_tiles
+from flexjax.backends.mosaic_gpu.backward.kernels import TwoKernels
+from flexjax.backends.mosaic_gpu.families import choose_kernel
+from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+from flexjax.backends.mosaic_gpu.machine.float_parts import join, pairs_of, split
+from flexjax.backends.mosaic_gpu.machine.shared_memory import fits
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.types import KernelOptions
@@ -66,11 +64,11 @@ NEEDS_JAX = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU k
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_matches_float64(name: str) -> None:
-    from flexjax.backends.mosaic_gpu import forward_sm90
+    from flexjax.backends.mosaic_gpu.forward import hopper as forward_hopper
 
     made = forward_problem(**FORWARD[name])
-    tile = forward_tiles.forward_tile(made.plan)
-    got = jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
+    tile = forward_hopper_tiles.forward_tile(made.plan)
+    got = jax.jit(lambda operands: forward_hopper.forward(made.plan, operands, tile))(made.operands)
     assert got.out.dtype == jnp.float32
     assert np.linalg.norm(np.asarray(got.out) - made.out) <= 2e-5 * np.linalg.norm(made.out)
     np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
@@ -122,14 +120,14 @@ def plan(
 def test_every_head_dim_fits(dim: int, value_dim: int) -> None:
     made = plan(dim, value_dim)
     assert support.refuses(made, HOPPER, JAX) is None
-    assert forward_tiles.forward_tile(made).fits
+    assert forward_hopper_tiles.forward_tile(made).fits
     kernels = choose_kernel.backward_kernels(made)
-    assert isinstance(kernels, choose_kernel.TwoKernels)
-    assert fits(backward_dq_tiles.dq_scratch(made, kernels.dq, backward_tiles.NO_DENSE_BIAS))
-    if isinstance(kernels.dkv, backward_dkv_tiles.SplitDkvTiles):
-        assert fits(backward_dkv_tiles.split_dkv_scratch(made, kernels.dkv))
+    assert isinstance(kernels, TwoKernels)
+    assert fits(hopper_dq_tiles.dq_scratch(made, kernels.dq, backward_hopper_tiles.NO_DENSE_BIAS))
+    if isinstance(kernels.dkv, hopper_dkv_tiles.SplitDkvTiles):
+        assert fits(hopper_dkv_tiles.split_dkv_scratch(made, kernels.dkv))
     else:
-        assert fits(backward_dkv_tiles.dkv_scratch(made, kernels.dkv, backward_tiles.NO_DENSE_BIAS))
+        assert fits(hopper_dkv_tiles.dkv_scratch(made, kernels.dkv, backward_hopper_tiles.NO_DENSE_BIAS))
 
 
 def test_tiles_that_options_ask_for_and_that_do_not_fit() -> None:

@@ -10,9 +10,10 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, masks
 from flexjax.backends.target import Target
-from flexjax.dispatch import choose
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.passes.dispatch import choose
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
-from flexjax.prepare import prepare
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
@@ -24,25 +25,27 @@ AMPERE = Target("cuda", "NVIDIA A100-SXM4-40GB", capability="8.0", cores=108)
 def planned(
     q_len: int = 8192, heads: int = 16, dim: int = 128, kv_len: int | None = None, **words: typing.Any
 ) -> KernelPlan:
-    """The plan of a call on float8."""
+    """The plan of a call on float8; `by`: the scales of query, key and value."""
+    by = words.pop("by", (None, None, None))
     kv_heads = words.pop("kv_heads", heads)
     q = jax.ShapeDtypeStruct((2, q_len, heads, dim), FLOAT8)
     k = jax.ShapeDtypeStruct((2, kv_len or q_len, kv_heads, dim), FLOAT8)
     found: list[KernelPlan] = []
 
     def call(q: jax.Array, k: jax.Array) -> None:
-        found.append(prepare(q, k, k, return_aux=words.pop("return_aux", None), **words).plan)
+        main = [x if s is None else flexjax.Quantized(x, s) for x, s in zip((q, k, k), by, strict=True)]
+        found.append(prepare(Arguments(*main, return_aux=words.pop("return_aux", None), **words)).plan)
 
     jax.eval_shape(call, q, k)
     return found[0]
 
 
 TABLE = jnp.zeros(20000)
-by_head = {"query_scales": np.ones((2, 16), np.float32), "value_scales": np.ones((2, 16), np.float32)}
+BY_HEAD = (np.ones((2, 16), np.float32), None, np.ones((2, 16), np.float32))
 MULTIPLIED: dict[str, tuple[int, typing.Callable[[], KernelPlan]]] = {
     "full": (3, lambda: planned()),
     "causal": (3, lambda: planned(mask_mod=masks.causal)),
-    "scales": (3, lambda: planned(mask_mod=masks.causal, **by_head)),
+    "scales": (3, lambda: planned(mask_mod=masks.causal, by=BY_HEAD)),
     "few query tiles": (2, lambda: planned(512, 2, mask_mod=masks.causal)),
     "a table": (2, lambda: planned(score_mod=lambda s, b, h, q, k: s + TABLE[q - k + 8191])),
     "head dim 256": (2, lambda: planned(2048, dim=256)),
@@ -64,7 +67,7 @@ WIDENED: dict[str, tuple[Target, str, typing.Callable[[], KernelPlan]]] = {
     "scales of blocks of values": (
         HOPPER,
         "Scales of blocks of values would multiply softmax weights before these are rounded to float8_e4m3fn.",
-        lambda: planned(value_scales=np.ones((2, 64, 16), np.float32)),
+        lambda: planned(by=(None, None, np.ones((2, 64, 16), np.float32))),
     ),
     "max_scores": (
         HOPPER, "The kernel that multiplies float8_e4m3fn does not return max_scores.",
@@ -75,13 +78,13 @@ WIDENED: dict[str, tuple[Target, str, typing.Callable[[], KernelPlan]]] = {
 
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_what_is_multiplied_as_float8(name: str) -> None:
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.families import choose_kernel, hopper
+    from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
 
     groups, make = MULTIPLIED[name]
     run = choose(make(), None, HOPPER)
-    assert (run.backend.name, run.plan.float8, run.why_widened) == ("mosaic_gpu", True, "")
-    tile = choose_kernel.forward_kernel(kernel_plan(run.plan))
+    assert (run.backend.name, run.plan.float8, run.steps) == ("mosaic_gpu", True, ())
+    tile = choose_kernel.forward_kernel(kernel_plan(run.plan, hopper.HOPPER))
     assert (tile.groups, tile.float8, tile.overlap, tile.sum_columns) == (groups, True, False, 8)
 
 
@@ -90,13 +93,14 @@ def test_other_calls_run_in_bfloat16(name: str) -> None:
     target, why, make = WIDENED[name]
     run = choose(make(), None, target)
     assert (run.backend.name, run.plan.float8, run.plan.dtype) == ("mosaic_gpu", False, "bfloat16")
-    assert run.why_widened == why
+    assert [step.why for step in run.steps] == [f"in bfloat16: {why}"]
 
 
 def test_weights_meet_the_values_of_their_keys() -> None:
     """The columns of P that a thread converts into a word are the keys that `key_major` puts there."""
-    from flexjax.backends.mosaic_gpu import float8_products as products
-    from flexjax.backends.mosaic_gpu.registers import TILE, _constants_of, lowered
+    from flexjax.backends.mosaic_gpu.forward import hopper_float8 as products
+    from flexjax.backends.mosaic_gpu.machine import simulator
+    from flexjax.backends.mosaic_gpu.machine.registers import TILE, _constants_of, lowered
 
     keys, rows = 128, 64
     value = jnp.arange(keys, dtype=jnp.float32).astype(jnp.bfloat16).reshape(1, keys, 1, 1)
@@ -109,13 +113,14 @@ def test_weights_meet_the_values_of_their_keys() -> None:
             4
         ):  # lane j of a row has columns 4 j further in an operand of bytes, 2 j further in an accumulator
             assert order[column + 4 * lane] == key + 2 * lane
-    simulated = products.weights(jnp.broadcast_to(jnp.arange(keys, dtype=jnp.float32), (rows, keys)), True)
+    with simulator.running(True):
+        simulated = products.weights(jnp.broadcast_to(jnp.arange(keys, dtype=jnp.float32), (rows, keys)))
     rounded = jnp.arange(keys, dtype=jnp.float32).astype(FLOAT8).astype(jnp.float32)
     np.testing.assert_array_equal(np.asarray(simulated[0], np.float32), np.asarray(rounded)[order])
 
 
 def test_values_are_padded_with_zeros() -> None:
-    from flexjax.backends.mosaic_gpu import float8_products as products
+    from flexjax.backends.mosaic_gpu.forward import hopper_float8 as products
 
     value = jnp.full((2, 3, 130, 16), 2.0).astype(FLOAT8)
     made = np.asarray(products.key_major(value, "BNTH"), np.float32)
@@ -159,18 +164,16 @@ def check_case(name: str, interpret: bool) -> None:
         x = jnp.asarray(rng.standard_normal((2, length, heads, dim)) + 0.5, jnp.float32).astype(FLOAT8)
         return x if layout == "BTNH" else jnp.swapaxes(x, 1, 2)
 
-    query, key, value = array(q_len, 4), array(kv_len, 2), array(kv_len, 2)
-    names = ("query_scales", "key_scales", "value_scales")
-    of = {
-        n: jnp.asarray(rng.uniform(0.3, 1.5, s), jnp.float32) for n, s in zip(names, by, strict=True) if s is not None
-    }
-    if "value_scales" in of:
-        of["value_scales"] *= size
+    main: list[typing.Any] = [array(q_len, 4), array(kv_len, 2), array(kv_len, 2)]
+    for n, shape in enumerate(by):
+        if shape is not None:
+            scales = jnp.asarray(rng.uniform(0.3, 1.5, shape), jnp.float32) * (size if n == 2 else 1)
+            main[n] = flexjax.Quantized(main[n], scales)
     if lengths is not None:
         case |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": jnp.asarray([lengths[1], 64], jnp.int32)}
     call = lambda implementation, options: flexjax.flex_attention(
-        query, key, value, layout=layout, implementation=implementation, kernel_options=options,
-        return_aux=flexjax.AuxRequest(lse=True), **of, **case,
+        *main, layout=layout, implementation=implementation, kernel_options=options,
+        return_aux=flexjax.AuxRequest(lse=True), **case,
     )  # fmt: skip
     out, aux = call("mosaic_gpu", KernelOptions(interpret=interpret, block_q=block_q))
     want, exact = call("xla", None)

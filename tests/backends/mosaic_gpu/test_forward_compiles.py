@@ -145,7 +145,9 @@ def in_pages(operands: typing.Any, page: int) -> typing.Any:
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu import forward_pages, forward_sm90, forward_tiles
+    from flexjax.backends.mosaic_gpu.forward import hopper as forward_hopper
+    from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+    from flexjax.backends.mosaic_gpu.forward import pages as forward_pages
     from tests.cases.on_hopper import forward_problem
 
     for name in names:
@@ -154,7 +156,7 @@ def compile_cases(names: list[str]) -> None:
         float8 = case.pop("float8", False)
         made = forward_problem(interpret=False, **case)
         plan = dataclasses.replace(made.plan, page=page, float8=float8, **of_plan)
-        tile = dataclasses.replace(forward_tiles.forward_tile(plan), **fields)
+        tile = dataclasses.replace(forward_hopper_tiles.forward_tile(plan), **fields)
         operands = in_pages(made.operands, page) if page else made.operands
         if float8:
             narrow = (x.astype(jnp.float8_e4m3fn) for x in operands[:3])
@@ -162,7 +164,7 @@ def compile_cases(names: list[str]) -> None:
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
             pages = forward_pages.key_pages(plan, operands) if plan.page else None
-            return forward_sm90.forward(plan, operands, tile, pages)
+            return forward_hopper.forward(plan, operands, tile, pages)
 
         print(f"case {name}", file=sys.stderr, flush=True)
         compile_hopper.compile_for_hopper(run, operands)

@@ -14,7 +14,11 @@ if jax.__version_info__ < (0, 11):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import flexjax
-from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference, support
+from flexjax.backends.mosaic_gpu import support
+from flexjax.backends.mosaic_gpu.forward import hopper as forward_hopper
+from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+from flexjax.backends.mosaic_gpu.forward import static_reference
+from flexjax.backends.mosaic_gpu.machine import memory
 from flexjax.backends.target import Target
 from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import Results
@@ -83,8 +87,8 @@ def test_a_part_is_not_rounded_to_16_bits(dtype: str) -> None:
 
 
 def run(made: ForwardProblem, programs: int = 3, **fields: typing.Any) -> Results:
-    tile = dataclasses.replace(forward_tiles.forward_tile(made.plan), programs=programs, **fields)
-    return jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
+    tile = dataclasses.replace(forward_hopper_tiles.forward_tile(made.plan), programs=programs, **fields)
+    return jax.jit(lambda operands: forward_hopper.forward(made.plan, operands, tile))(made.operands)
 
 
 EVERYDAY = [name for name in FORWARD if "two CTAs," not in name]
@@ -137,7 +141,7 @@ STAGED = {
 
 @pytest.mark.parametrize("name", STAGED)
 def test_what_comes_through_shared_memory(name: str) -> None:
-    tile = forward_tiles.forward_tile(forward_problem(**FORWARD[name]).plan)
+    tile = forward_hopper_tiles.forward_tile(forward_problem(**FORWARD[name]).plan)
     assert (tile.staged_slots, tile.staged_dtype) == STAGED[name]
 
 

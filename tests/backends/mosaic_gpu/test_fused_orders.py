@@ -17,15 +17,19 @@ from tests.marks import some_slow
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import choose_kernel, dq_order, fused_choice
-from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
-from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import fused_tiles
+from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel
+from flexjax.backends.mosaic_gpu.families import choose_kernel
+from flexjax.backends.mosaic_gpu.families.hopper import HOPPER
+from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
+from flexjax.backends.mosaic_gpu.machine import dq_order
 from tests.backends.mosaic_gpu.test_backward_interpret import ENOUGH_THREADS, check_one_kernel
 
 
 def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
-    fused = choose_kernel.backward_kernels(kernel_plan(benched(), True))
-    assert isinstance(fused, choose_kernel.FusedKernel)
+    fused = choose_kernel.backward_kernels(kernel_plan(benched(), HOPPER, True))
+    assert isinstance(fused, FusedKernel)
     assert fused.tiles.queries == 128
     upward = dq_order.order_for(benched(), 64, 64)
     assert (upward.downward, upward.sums) == (False, 1)
@@ -36,7 +40,7 @@ def test_an_upward_order_is_for_square_tiles_and_many_of_them() -> None:
 
 
 def test_heads_side_by_side_in_any_order_for_full_and_causal_masks() -> None:
-    tiles = lambda mask_mod: fused_tiles(kernel_plan(benched(mask_mod=mask_mod), True))
+    tiles = lambda mask_mod: fused_tiles(kernel_plan(benched(mask_mod=mask_mod), HOPPER, True))
     for mask_mod, heads in ((masks.causal, 8), (None, 8), (masks.sliding_window(1025), 0)):
         found = tiles(mask_mod)
         assert found is not None
@@ -55,7 +59,7 @@ def test_fused_kernel(deterministic: bool, mask: typing.Any, monkeypatch: pytest
     options = KernelOptions(deterministic=deterministic, block_q_bwd=128)
     plan = backward_problem(**case, dim=64, options=options).plan
     fused = choose_kernel.backward_kernels(plan)
-    assert isinstance(fused, choose_kernel.FusedKernel)
+    assert isinstance(fused, FusedKernel)
     assert fused.tiles.heads == 2
     assert dq_order.order_for(plan, 3, 3).downward == (mask is None)
 
@@ -105,7 +109,7 @@ GROUPED: dict[str, tuple[int, dict[str, typing.Any]]] = {
 @ENOUGH_THREADS
 def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shares, case = GROUPED[name]
-    monkeypatch.setattr(fused_choice, "shares_of", lambda plan: shares)
+    monkeypatch.setattr(hopper_fused_choice, "shares_of", lambda plan: shares)
     check_one_kernel(monkeypatch, deterministic, 64, **{"dim": 128, "q_len": 384, "kv_len": 384, **case})
 
 
@@ -125,10 +129,10 @@ def test_grouped_heads(name: str, deterministic: bool, monkeypatch: pytest.Monke
 def test_how_many_ctas_divide_the_heads_of_a_key_tile(
     kv_heads: int, batch: int, keys: int, mask_mod: typing.Any, shares: int
 ) -> None:
-    plan = kernel_plan(benched(heads=16, mask_mod=mask_mod), True)
+    plan = kernel_plan(benched(heads=16, mask_mod=mask_mod), HOPPER, True)
     plan = dataclasses.replace(plan, kv_heads=kv_heads, batch=batch, kv_len=keys)
     chosen = choose_kernel.backward_kernels(plan)
-    assert isinstance(chosen, choose_kernel.FusedKernel)
+    assert isinstance(chosen, FusedKernel)
     assert chosen.shares == shares
 
 
@@ -154,8 +158,8 @@ PLACED: dict[str, dict[str, typing.Any]] = {
 @pytest.mark.parametrize("name", PLACED)
 @ENOUGH_THREADS
 def test_grouped_heads_as_on_xla(name: str, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
-    monkeypatch.setattr(fused_choice, "shares_of", lambda plan: shares)
+    monkeypatch.setattr(hopper_fused_choice, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(hopper_fused_choice, "shares_of", lambda plan: shares)
     given = dict(PLACED[name])
     if given["mask_mod"] is near_in_document:
         given = {"block_mask": flexjax.create_block_mask(near_in_document, 2, 4, 256, 256)}
@@ -180,7 +184,7 @@ def test_grouped_heads_as_on_xla(name: str, shares: int, monkeypatch: pytest.Mon
 @ENOUGH_THREADS
 def test_rows_past_the_last_key_do_not_reach_dq(dim: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scores of this call are about -400, so that the exponential of a row of zeros, relative to lse, is infinite."""
-    monkeypatch.setattr(fused_choice, "fused_is_faster", lambda plan: True)
+    monkeypatch.setattr(hopper_fused_choice, "fused_is_faster", lambda plan: True)
     options = KernelOptions(interpret=True, block_q_bwd=queries)
     shape, rng = (1, 200, 2, dim), np.random.default_rng(0)
     noise = lambda: rng.normal(size=shape)

@@ -12,10 +12,12 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import backward_fused_visits, capture_lists, dq_order, tile_visits
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_visits, tile_visits
+from flexjax.backends.mosaic_gpu.captures import lists as captures_lists
+from flexjax.backends.mosaic_gpu.machine import dq_order
 from flexjax.ir import program as ir
-from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import BlockLists
+from flexjax.rewrites import mask_blocks
 from tests.cases.small import quick_jit
 from tests.plan.test_known_lists import T, call, documents, same
 
@@ -35,8 +37,9 @@ def test_lists_of_kernels_are_the_same_from_known_and_from_traced_lists(name):
     assert plan.blocks.known is not None
     host = plan.on_host(operands).lists
     same(host, operands.lists) if jax.tree.leaves(host) else None
-    wider, made = mask_blocks.with_blocks(plan, operands._replace(lists=host), 256, 128)
-    expected = mask_blocks.with_blocks(plan, operands, 256, 128)[1]
+    step = mask_blocks.rewrite(plan, 256, 128)
+    assert step is not None
+    wider, made, expected = step.plan, step.operands(operands._replace(lists=host)), step.operands(operands)
     assert wider.blocks is not None
     assert wider.blocks.known is None
     if made.lists is not None and jax.tree.leaves(made.lists):
@@ -51,13 +54,13 @@ def test_lists_of_kernels_are_the_same_from_known_and_from_traced_lists(name):
         found = {
             "order": tile_visits.longest_first(visits, by_key, tiles[0]),
             "captures": [
-                capture_lists.tile_lists(plan, lists, capture_lists.shape_for(plan, kind, 128, (True, True)))
+                captures_lists.tile_lists(plan, lists, captures_lists.shape_for(plan, kind, 128, (True, True)))
                 for kind in (ir.SCALAR, ir.ROW, ir.DIAGONAL, ir.TILE)
             ],
         }
         if jax.tree.leaves(by_key):
-            found["fixed"] = backward_fused_visits.query_visits(plan, by_key, *tiles, 128, order)
-            found["any"] = backward_fused_visits.query_visits(plan, by_key, *tiles, 128, None)
+            found["fixed"] = hopper_fused_visits.query_visits(plan, by_key, *tiles, 128, order)
+            found["any"] = hopper_fused_visits.query_visits(plan, by_key, *tiles, 128, None)
         return found
 
     assert host is not None

@@ -84,7 +84,7 @@ def temporaries(name: str) -> tuple[int, int]:
     """(bytes of temporaries, bytes of keys and values) of a call of BUFFERS."""
     batch, keys, queries = 4, 32768, BUFFERS[name]
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if "dropout" in name else {}
+    dropout = {"dropout": flexjax.Dropout(0.1, jax.random.key(0))} if "dropout" in name else {}
     attend = lambda q, k, v, lengths: flexjax.flex_attention(
         q, k, v, key_value_seq_lengths=lengths, implementation="mosaic_gpu", **dropout
     )

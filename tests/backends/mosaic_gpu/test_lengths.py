@@ -59,8 +59,8 @@ def test_many_queries_over_a_buffer(family: Any, masked: str, layout: Any, monke
     """More than 64 rows of a key head read the buffer in place: NaN past the lengths reaches nothing, and the bits are those of a buffer of
     another length, and of one whose keys are copied.
     """
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 
     if family == "8.0":
         monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS["8.0"], capability="9.0"))

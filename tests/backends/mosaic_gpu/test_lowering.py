@@ -20,14 +20,23 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import kernel_parts, lowering
+from flexjax.backends.mosaic_gpu.lowering import lowering
+from flexjax.backends.mosaic_gpu.machine import kernel_parts
 from tests.backends.mosaic_gpu.test_compile_ahead import attend, gradient, program
 
 ROOT = pathlib.Path(__file__).parents[3]
 PACKAGE = "flexjax.backends.mosaic_gpu."
-NOT_NEEDED = ("decode_sm", "decode_consumer", "forward_sm80_rows", "forward_sm100_", "backward_sm80_", "capture_")
+NOT_NEEDED = (
+    "decode.hopper",
+    "decode.mma",
+    "decode.consumer",
+    "forward.mma",
+    "forward.tcgen05",
+    "backward.mma",
+    "captures.",
+)
 """Beginnings of the names of modules whose kernels do not run in a call on Hopper without gradients of captured arrays. Those that choose
-tiles (NAME_tiles, NAME_support) may be imported all the same."""
+tiles (NAME_tiles, NAME_support, lists) may be imported all the same."""
 
 
 def test_a_kernel_is_traced_once_and_nothing_is_compiled(
@@ -86,8 +95,8 @@ def test_modules_of_other_kernels_are_not_imported() -> None:
         check=True,
     )
     imported = done.stdout.split()
-    assert {"forward_sm90", "backward_sm90_fused"} <= set(imported)
-    kernels = [name for name in imported if not name.endswith(("_tiles", "_support", "_lists"))]
+    assert {"forward.hopper", "backward.hopper_fused"} <= set(imported)
+    kernels = [name for name in imported if not name.endswith(("tiles", "support", "lists"))]
     assert not [name for name in kernels if name.startswith(NOT_NEEDED)]
 
 

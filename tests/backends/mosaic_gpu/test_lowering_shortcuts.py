@@ -22,7 +22,9 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from flexjax.backends.mosaic_gpu import compile_ahead, lowering_shortcuts, registers, simplified_module
+from flexjax.backends.mosaic_gpu.lowering import compile_ahead, simplified_module
+from flexjax.backends.mosaic_gpu.lowering import shortcuts as lowering_shortcuts
+from flexjax.backends.mosaic_gpu.machine import registers
 from tests.backends.mosaic_gpu.test_compile_ahead import attend, gradient, lowered
 
 MMA = importlib.import_module("jax.experimental.mosaic.gpu.mma")  # the package has a function of that name

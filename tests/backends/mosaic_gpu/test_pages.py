@@ -11,8 +11,9 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks, paged
-from flexjax.backends.mosaic_gpu import choose_kernel, support
-from flexjax.paged_call import prepare_paged
+from flexjax.backends.mosaic_gpu import support
+from flexjax.backends.mosaic_gpu.families import choose_kernel
+from flexjax.paged.call import PagedArguments, prepare_paged
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
 from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, M, N, biased, definition, draw, served
@@ -252,9 +253,9 @@ def check_prefill_in_pages(page: int, hole: float, dim: int, interpret: bool) ->
     call = given | on_gpu(interpret)
     attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, **call))
     q = draw(100, len(lengths), 40, N, dim).astype("bfloat16")
-    plan = prepare_paged(q, cache, evicted, None, {})[0].call.plan
+    plan = prepare_paged(PagedArguments(q, cache, evicted))[0].call.plan
     plan = dataclasses.replace(plan, options=call["kernel_options"])
-    assert choose_kernel.reads_pages(plan, choose_kernel.mma_card(None, plan.options))
+    assert choose_kernel.reads_pages(plan)
     wide = jax.tree.map(lambda x: x.astype("float32"), cache)
     assert_near(attend(q, cache, evicted), definition(q.astype("float32"), wide, table, **given))
 
@@ -315,7 +316,7 @@ def test_prefill_in_pages_on_other_cards(
     page: int, hole: float, dim: int, copied: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At head dim 192 with two warpgroups on mma.sync, each of which copies the parts of half a tile."""
-    from flexjax.backends.mosaic_gpu.sm80_cards import CARDS
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 
     monkeypatch.setitem(globals(), "INSTRUCTION", "mma" if copied in CARDS else "tcgen05")
     monkeypatch.setitem(CARDS, "9.0", dataclasses.replace(CARDS.get(copied, CARDS["9.0"]), capability="9.0"))

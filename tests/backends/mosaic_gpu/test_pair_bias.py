@@ -7,9 +7,12 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import capture_gradients, capture_tiles, pair_bias, shared_memory
-from flexjax.backends.mosaic_gpu.backward_dkv_tiles import dkv_tiles
-from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.backward import pair_bias
+from flexjax.backends.mosaic_gpu.backward.hopper_dkv_tiles import dkv_tiles
+from flexjax.backends.mosaic_gpu.backward.hopper_dq_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.captures import gradients as captures_gradients
+from flexjax.backends.mosaic_gpu.captures import tiles as captures_tiles
+from flexjax.backends.mosaic_gpu.machine import shared_memory
 from tests.cases.hopper_backward import PAIR_BIAS, SMALL, by_head, rounded
 from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backward_problem
 
@@ -25,7 +28,7 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bias = dense_bias_plan(made)
     assert (bias.staged is not None, bool(bias.direct_gradients)) == expected
     if len(bias.direct_gradients) == len(made.given.operands.score_captures):  # no third kernel
-        monkeypatch.setattr(capture_gradients, "capture_gradients", None)
+        monkeypatch.setattr(captures_gradients, "capture_gradients", None)
     got = made.gradients()
     for found, array in zip(got.score_captures, made.given.operands.score_captures, strict=True):
         assert found is not None
@@ -75,8 +78,8 @@ def test_tiles_fit_beside_the_others(dim: int, dtype: str) -> None:
 def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: str | None) -> None:
     """A second slot for copies ahead wherever there is room for it."""
     groups = 2 if sum(dims) <= 256 else 1
-    rings = capture_tiles.ring_depths(groups, dims, "bfloat16", staged)
-    assert shared_memory.fits(capture_tiles.capture_scratch(groups, rings, dims, "bfloat16", staged))
+    rings = captures_tiles.ring_depths(groups, dims, "bfloat16", staged)
+    assert shared_memory.fits(captures_tiles.capture_scratch(groups, rings, dims, "bfloat16", staged))
     assert rings.queries >= 1
     assert rings.keys >= groups
     if sum(dims) <= 128:

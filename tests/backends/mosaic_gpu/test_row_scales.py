@@ -1,6 +1,7 @@
-"""The online softmax of large scores whose exponents are one FMA each (row_scales.py), tile by tile, against float64."""
+"""The online softmax of large scores whose exponents are one FMA each (machine/row_scales.py), tile by tile, against float64."""
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ if jax.__version_info__ < (0, 11):
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexjax.backends.mosaic_gpu import row_scales
-from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
-from flexjax.backends.mosaic_gpu.tile_values import Scaled
+from flexjax.backends.mosaic_gpu.forward.online_softmax import RowScaled
+from flexjax.backends.mosaic_gpu.machine import row_scales, simulator
+from flexjax.backends.mosaic_gpu.programs.tile_values import Scaled
 from flexjax.backends.tile_math import LOG2E
 from tests.arrays import array
 
@@ -23,15 +24,19 @@ COLUMNS, TILES = 16, 6
 LOWEST = float(np.finfo(np.float32).min)
 BASES = (0.0, 5.0, -100.0, 2.0**16, -(2.0**16), 1e6, -1e6, 2.0**26, 2.0**27, -(2.0**27), 2.0**27 + 16, -(2.0**27) - 16, 1.5e8, 3.1e8, 4.3e8, 1e9, -1e10, 1e30,
          -1e30, 2.0**100, LOWEST, -LOWEST, -math.inf)  # fmt: skip
-"""Numbers that scores of a tile lie around: on both sides of each limit of row_scales.py, and what masks are made of."""
+"""Numbers that scores of a tile lie around: on both sides of each limit of machine/row_scales.py, and what masks are made of."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def simulated() -> typing.Iterator[None]:
+    with simulator.running(True):
+        yield
 
 
 def weights_and_lse(scores: np.ndarray, lazy: bool, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """What the kernels compute of rows of scores, [rows, TILES * COLUMNS]: probabilities in that shape, and lse [rows]."""
     rows = scores.shape[0]
-    softmax = OnlineSoftmax(
-        (rows, COLUMNS), lazy, None, 0, interpret=True, large_scores=True, row_scaled=True, whole_powers=whole
-    )
+    softmax = RowScaled((rows, COLUMNS), lazy_rescale=lazy, whole_powers=whole)
     state, out = softmax.start, jnp.zeros(scores.shape, jnp.float32)
     for n in range(TILES):
         of = slice(n * COLUMNS, (n + 1) * COLUMNS)
@@ -110,10 +115,10 @@ def test_the_simulated_fma_rounds_once() -> None:
     reference = (rng.choice([-1, 1], 4000) * 2.0 ** rng.uniform(-10, 27, 4000)).astype(np.float32)
     scale = row_scales.row_scale(array(reference))
     exact = reference.astype(np.float64) * np.float32(LOG2E) - np.asarray(scale.shift, np.float64)
-    found = np.asarray(row_scales.excess(array(reference), interpret=True), np.float64)
+    found = np.asarray(row_scales.excess(array(reference)), np.float64)
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=0)
     assert 4 < np.abs(exact).max() <= 8
     score = (reference * (1 + rng.normal(size=4000) * 1e-6)).astype(np.float32)
     exact = score.astype(np.float64) * np.float32(LOG2E) - np.asarray(scale.shift, np.float64)
-    found = np.asarray(row_scales.exponent(array(score), scale, interpret=True), np.float64)
+    found = np.asarray(row_scales.exponent(array(score), scale), np.float64)
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-30)

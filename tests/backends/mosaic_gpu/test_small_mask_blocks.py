@@ -10,12 +10,12 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, KernelOptions, masks
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu.support import BACKEND
 from flexjax.backends.target import Target
-from flexjax.call_arguments import DEFAULTS
-from flexjax.plan.kernel_plan import Wanted
-from flexjax.prepare import prepare
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.passes.dispatch import Run
+from flexjax.plan.kernel_plan import BackwardInputs, Wanted
 from tests.arrays import array
 
 if jax.__version_info__ < (0, 11):
@@ -56,16 +56,18 @@ def reference(block_mask: BlockMask, *x: jax.Array) -> jax.Array:
 )
 def test_it_runs_on_the_kernels(block_size: typing.Any, slopes: bool) -> None:
     block_mask = listed() if block_size == "lists" else made(block_size)
-    given: typing.Any = DEFAULTS | {"block_mask": block_mask, "kernel_options": KernelOptions(interpret=True)}
-    call = prepare(*arrays(), **given)
+    given: typing.Any = {"block_mask": block_mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(Arguments(*arrays(), **given))
     assert BACKEND.refuses(call.plan, CPU) is None
-    found = jax.jit(lambda operands: BACKEND.forward(call.plan, operands, CPU))(call.operands)
+    found = jax.jit(lambda operands: Run(BACKEND, call.plan, CPU).forward(operands))(call.operands)
     want, transpose = jax.vjp(lambda *x: reference(block_mask, *x), *arrays())
     close(found.out, want)
     if slopes:
         wanted = Wanted(True, True, True, False, False, False, ())
         assert BACKEND.refuses_backward(call.plan, CPU, wanted, None) is None
-        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, BackwardInputs(o, r, d, None, wanted, None), CPU))
+        run = jax.jit(
+            lambda o, r, d: Run(BACKEND, call.plan, CPU).backward(BackwardInputs(o, r, d, None, wanted, None))
+        )
         for one, other in zip(run(call.operands, found, want)[:3], transpose(want), strict=True):
             close(one, other)
 
@@ -74,9 +76,9 @@ def test_lists_in_any_order_whose_last_block_overhangs() -> None:
     """The keys past the last one were counted where the last entry of a row was another block."""
     num, index = np.full((1, 1, 2), 2), np.tile([1, 0], (1, 1, 2, 1))
     mask = BlockMask.from_kv_blocks(num * 0, index, num, index, block_size=128, q_len=T, kv_len=T)
-    given: typing.Any = DEFAULTS | {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
-    call = prepare(*arrays(), **given)
-    close(jax.jit(lambda o: BACKEND.forward(call.plan, o, CPU))(call.operands).out, reference(mask, *arrays()))
+    given: typing.Any = {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(Arguments(*arrays(), **given))
+    close(jax.jit(lambda o: Run(BACKEND, call.plan, CPU).forward(o))(call.operands).out, reference(mask, *arrays()))
 
 
 def test_rebuilt_lists_in_any_order_whose_last_block_overhangs() -> None:
@@ -84,9 +86,9 @@ def test_rebuilt_lists_in_any_order_whose_last_block_overhangs() -> None:
     num, index = np.full((1, 1, 2), 2), np.tile([0, 1], (1, 1, 2, 1))
     made = BlockMask.from_kv_blocks(num * 0, index, num, index, block_size=128, q_len=T, kv_len=T)
     mask = dataclasses.replace(made, full_kv_indices=made.full_kv_indices[..., ::-1])
-    given: typing.Any = DEFAULTS | {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
-    call = prepare(*arrays(), **given)
-    close(jax.jit(lambda o: BACKEND.forward(call.plan, o, CPU))(call.operands).out, reference(mask, *arrays()))
+    given: typing.Any = {"block_mask": mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(Arguments(*arrays(), **given))
+    close(jax.jit(lambda o: Run(BACKEND, call.plan, CPU).forward(o))(call.operands).out, reference(mask, *arrays()))
 
 
 def close(got: jax.Array, want: jax.Array) -> None:

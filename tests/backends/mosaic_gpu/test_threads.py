@@ -17,7 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from flexjax.backends.mosaic_gpu import atomic_counter, lowering, support
+from flexjax.backends.mosaic_gpu import support
+from flexjax.backends.mosaic_gpu.lowering import lowering
+from flexjax.backends.mosaic_gpu.machine import atomic_counter
 from flexjax.backends.target import Target
 
 ATOMICS, ROUNDS, THREADS = 20, 4, 3

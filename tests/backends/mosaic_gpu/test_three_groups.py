@@ -1,5 +1,6 @@
 """When three consumer warpgroups run under a mask, and what they compute."""
 
+import dataclasses
 import typing
 
 import jax
@@ -9,10 +10,11 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks
-from flexjax.backends.mosaic_gpu import three_groups
+from flexjax.backends.mosaic_gpu.forward import hopper_three_groups
 from flexjax.backends.target import Target
-from flexjax.call_arguments import DEFAULTS
-from flexjax.prepare import prepare
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
+from flexjax.passes.dispatch import Run
 from tests.arrays import array
 from tests.cases.on_hopper import benched
 from tests.marks import some_slow
@@ -43,14 +45,14 @@ TWO = {
 @pytest.mark.parametrize("name", [*THREE, *TWO])
 def test_masks_that_take_three_groups(name: str) -> None:
     plan = (THREE | TWO)[name]()
-    assert (three_groups.mask_blocks(plan) == three_groups.BLOCK) == (name in THREE)
+    assert (hopper_three_groups.mask_blocks(plan) == hopper_three_groups.BLOCK) == (name in THREE)
 
 
 def test_a_mask_of_very_many_blocks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three_groups, "MOST_BLOCKS", 10)
-    three_groups._visited.cache_clear()
-    assert three_groups.mask_blocks(benched()) is None
-    three_groups._visited.cache_clear()
+    monkeypatch.setattr(hopper_three_groups, "MOST_BLOCKS", 10)
+    hopper_three_groups._visited.cache_clear()
+    assert hopper_three_groups.mask_blocks(benched()) is None
+    hopper_three_groups._visited.cache_clear()
 
 
 gpu = pytest.mark.skipif(
@@ -60,28 +62,44 @@ gpu = pytest.mark.skipif(
 
 @gpu
 def test_the_forward_tile_and_the_blocks_of_each_pass() -> None:
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
+    from flexjax.backends.mosaic_gpu.families.hopper import HOPPER
+    from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
 
-    tile = choose_kernel.forward_kernel(made := kernel_plan(benched()))
+    tile = choose_kernel.forward_kernel(made := kernel_plan(benched(), HOPPER))
     assert (tile.groups, tile.overlap, tile.ping_pong, tile.query_slots) == (3, True, False, 2)
     assert tile.fits
     assert made.blocks is not None
-    assert (made.blocks.block_q, made.blocks.block_kv) == three_groups.BLOCK
-    backward = kernel_plan(benched(), backward=True)
+    assert (made.blocks.block_q, made.blocks.block_kv) == hopper_three_groups.BLOCK
+    backward = kernel_plan(benched(), HOPPER, backward=True)
     assert backward.blocks is not None
     assert backward.blocks.block_q == 128
 
 
 @gpu
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_other_cards_visit_the_blocks_of_the_mask(capability: str) -> None:
+    """And have the tile of a call that names their instruction."""
+    from flexjax.backends.mosaic_gpu.support import BACKEND
+
+    card, plan = Target("cuda", "some GPU", capability, 100), benched()
+    named = dataclasses.replace(plan, options=dataclasses.replace(plan.options, instruction="mma"))
+    assert not any(step.why.startswith("block mask: blocks") for step in BACKEND.rewrites(plan, card))
+    assert BACKEND.tile_sizes(plan, card) == BACKEND.tile_sizes(named, card)
+    assert BACKEND.tile_candidates(plan, card) == BACKEND.tile_candidates(named, card)
+
+
+@gpu
 @pytest.mark.parametrize(("score_mod", "groups"), [(None, 3), (lambda s, b, h, q, k: s * 2.0, 2)])
 def test_an_odd_number_of_keys_without_a_mask(score_mod: typing.Any, groups: int) -> None:
-    from flexjax.backends.mosaic_gpu import choose_kernel
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
 
     x = jax.ShapeDtypeStruct((2, 8191, 32, 64), jnp.bfloat16)
-    given: typing.Any = DEFAULTS | {"score_mod": score_mod}
+    given: typing.Any = {"score_mod": score_mod}
     tiles: list[int] = []
-    jax.eval_shape(lambda x: tiles.append(choose_kernel.forward_kernel(prepare(x, x, x, **given).plan).groups), x)
+    jax.eval_shape(
+        lambda x: tiles.append(choose_kernel.forward_kernel(prepare(Arguments(x, x, x, **given)).plan).groups), x
+    )
     assert tiles == [groups]
 
 
@@ -95,19 +113,20 @@ def test_an_odd_number_of_keys_without_a_mask(score_mod: typing.Any, groups: int
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
+    from flexjax.backends.mosaic_gpu.families.hopper import HOPPER
+    from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
     from flexjax.backends.mosaic_gpu.support import BACKEND
 
     for speed in ("SPEED", "SPEED_UNDER_MASK"):  # also for calls that do not fill the GPU
-        monkeypatch.setattr(three_groups, speed, 100.0)
+        monkeypatch.setattr(hopper_three_groups, speed, 100.0)
     rng = np.random.default_rng(0)
     shapes = (1, q_len, 2, 64), (1, kv_len, 1, 64), (1, kv_len, 1, 64)
     arrays = [array(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    given: typing.Any = DEFAULTS | {"mask_mod": mask_mod, "kernel_options": KernelOptions(interpret=True)}
-    made = prepare(*arrays, **given)
-    assert choose_kernel.forward_kernel(kernel_plan(made.plan)).groups == 3
-    found = jax.jit(lambda operands: BACKEND.forward(made.plan, operands, CPU))(made.operands)
+    given: typing.Any = {"mask_mod": mask_mod, "kernel_options": KernelOptions(interpret=True)}
+    made = prepare(Arguments(*arrays, **given))
+    assert choose_kernel.forward_kernel(kernel_plan(made.plan, HOPPER)).groups == 3
+    found = jax.jit(lambda operands: Run(BACKEND, made.plan, CPU).forward(operands))(made.operands)
     want = flexjax.flex_attention(*arrays, mask_mod=mask_mod, implementation="reference")
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found.out, want)), atol=0.02, rtol=0.02)
 
@@ -115,20 +134,21 @@ def test_three_groups(q_len: int, kv_len: int, mask_mod: typing.Any, monkeypatch
 @gpu
 def test_tiles_of_both_numbers_of_groups_are_timed() -> None:
     """The first is what runs; no tile is offered that the kernel refuses."""
-    from flexjax.backends.mosaic_gpu import choose_kernel
-    from flexjax.backends.mosaic_gpu.kernel_plans import kernel_plan
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
+    from flexjax.backends.mosaic_gpu.families.hopper import HOPPER
+    from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
     from flexjax.backends.mosaic_gpu.support import BACKEND
 
     hopper = Target("cuda", "NVIDIA H200", "9.0", 132)
     plan = benched()
     found = BACKEND.tile_candidates(plan, hopper)
     sizes = [(c["block_q"], c["block_kv"]) for c in found]
-    assert sizes[0] == three_groups.BLOCK
+    assert sizes[0] == hopper_three_groups.BLOCK
     assert (128, 128) in sizes
     for asked in found:
         forward = {name: asked[name] for name in ("block_q", "block_kv", "num_stages") if name in asked}
         made = benched(**forward)
         assert BACKEND.refuses(made, hopper) is None
-        tile = choose_kernel.forward_kernel(kernel_plan(made))
+        tile = choose_kernel.forward_kernel(kernel_plan(made, HOPPER))
         assert (tile.block_q, tile.block_kv) == (asked["block_q"], asked["block_kv"])
     assert found[0]["block_q_bwd"] == 128

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flexjax.backends.mosaic_gpu import tile_ops
+from flexjax.backends.mosaic_gpu.programs import tile_ops
 from flexjax.trace.trace_mod import trace_score_mod
 
 EDGES = np.array([0.0, 1.0, -1.0, 88.9, -88.9, 1e10, -1e10, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32)
@@ -16,12 +16,17 @@ POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "acosh")
 @pytest.mark.parametrize(
     "prim",
     ["exp", "exp2", "log", "tanh", "sqrt", "rsqrt", "logistic", "log1p", "expm1", "floor", "ceil", "erf", "erfc", "cbrt", "sinh", "cosh",
-     "asinh", "atan", "is_finite"],
+     "asinh", "atan", "is_finite", "erf_inv"],
 )  # fmt: skip
 def test_edges(prim: str) -> None:
     x = EDGES[~(EDGES < 0)] if prim in POSITIVE else EDGES
     got, want = tile_ops.FLOAT_UNARY[prim](jnp.asarray(x)), getattr(lax, prim)(x)
     np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+def test_erf_inv_from_one_end_to_the_other() -> None:
+    x = np.concatenate([np.linspace(-1, 1, 401), [1e-30, 1e-6, 1 - 6e-8, 6e-8 - 1, 0.999999]]).astype(np.float32)
+    np.testing.assert_allclose(tile_ops.FLOAT_UNARY["erf_inv"](jnp.asarray(x)), lax.erf_inv(x), rtol=1e-5)
 
 
 def test_powers_at_edges() -> None:

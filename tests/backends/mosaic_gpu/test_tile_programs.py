@@ -13,7 +13,9 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import memory, program_support, tile_programs
+from flexjax.backends.mosaic_gpu.machine import memory, simulator
+from flexjax.backends.mosaic_gpu.programs import support as programs_support
+from flexjax.backends.mosaic_gpu.programs import tile_programs
 from flexjax.trace import trace_mod
 from tests.arrays import array
 
@@ -118,15 +120,16 @@ def test_which_loads_read_two_neighbours_at_once(number: int) -> None:
 
 def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool) -> np.ndarray:
     traced = trace_mod.trace_score_mod(mod, SIZES)
-    assert program_support.unsupported(traced.program) is None
+    assert programs_support.unsupported(traced.program) is None
 
     def body(score_ref: typing.Any, *refs: typing.Any) -> None:
         *captures, out = refs
         program = tile_programs.TileProgram(
             traced.program, captures, SHAPE, tile_programs.Place(BATCH, HEAD), row_axis="kv" if transposed else "q",
-            overhangs=edge, interpret=True,
+            overhangs=edge,
         )  # fmt: skip
-        (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
+        with simulator.running(True):
+            (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
 
     kernel = plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(SHAPE, jnp.float32), grid=(1,), grid_names=("program",), num_threads=1,
@@ -152,17 +155,47 @@ def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
     )
 
 
-def test_names_what_it_cannot_do() -> None:
-    mods = {
-        "nextafter": lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)),
-        "control flow": lambda s, b, h, q, k: (
-            jax.lax.while_loop(lambda c: c < q, lambda c: c * 2 + 1, jnp.int32(1)) + s
-        ),
-    }
-    for word, mod in mods.items():
-        reason = program_support.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)
-        assert reason is not None
-        assert word in reason
+NO_FORM = {
+    "nextafter": lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)),
+    "top_k": lambda s, b, h, q, k: jax.lax.top_k(jnp.stack([s, 0.5 * s]), 1)[0][0],
+    "sort": lambda s, b, h, q, k: s + jnp.searchsorted(KNOTS, q - k, method="sort"),
+    "random_gamma": lambda s, b, h, q, k: s + jax.random.gamma(jax.random.key(q), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", NO_FORM)
+def test_names_the_primitive_that_it_has_no_form_for(name: str) -> None:
+    reason = programs_support.unsupported(trace_mod.trace_score_mod(NO_FORM[name], SIZES).program)
+    assert reason == f"uses the primitive `{name}`, which has no form on a tile"
+
+
+def test_names_a_loop_that_is_not_unrolled() -> None:
+    loop = lambda q: jax.lax.while_loop(lambda c: c < q, lambda c: c * 2 + 1, jnp.int32(1))
+    reason = programs_support.unsupported(trace_mod.trace_score_mod(lambda s, b, h, q, k: loop(q) + s, SIZES).program)
+    assert reason == "contains control flow that could not be unrolled (`while`)"
+
+
+KNOTS = jnp.asarray([-9, -1, 0, 3, 8], jnp.int32)
+BUCKETS = jnp.asarray([0.5, -0.25, 1.0, 2.0, -1.5, 0.125], jnp.float32)
+FLOATS = jnp.asarray([-9.0, -1.0, 0.0, 3.0, 8.0], jnp.float32)
+SEARCHES = {
+    "scan": lambda s, b, h, q, k: s + BUCKETS[jnp.searchsorted(KNOTS, q - k)],
+    "scan_unrolled": lambda s, b, h, q, k: s + BUCKETS[jnp.searchsorted(FLOATS, s, method="scan_unrolled")],
+    "compare_all": lambda s, b, h, q, k: s + BUCKETS[jnp.searchsorted(FLOATS, s, side="right", method="compare_all")],
+    "digitize": lambda s, b, h, q, k: s + BUCKETS[jnp.digitize((q - k).astype(jnp.float32), FLOATS)],
+    "interp": lambda s, b, h, q, k: jnp.interp(s, FLOATS, BUCKETS[:5]),
+    "piecewise": lambda s, b, h, q, k: jnp.piecewise(s, [s < -1, s > 1], [lambda s: -s, lambda s: s * s, 0.5]),
+    "select": lambda s, b, h, q, k: jnp.select([s < -1, s > 1], [s * 2, s * 3], s),
+    "normal": lambda s, b, h, q, k: s + jax.random.normal(jax.random.fold_in(jax.random.key(2), q - k)),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_accepts_searches_and_draws_with_their_derivatives(name: str) -> None:
+    made = trace_mod.trace_score_mod(SEARCHES[name], SIZES)
+    assert made.derivative is not None
+    assert programs_support.unsupported(made.program) is None
+    assert programs_support.unsupported(made.derivative) is None
 
 
 def test_names_an_array_whose_elements_int32_cannot_number() -> None:
@@ -170,5 +203,5 @@ def test_names_an_array_whose_elements_int32_cannot_number() -> None:
     program = trace_mod.trace_score_mod(lambda s, b, h, q, k: s + table[q, k], SIZES).program
     (array,) = program.captures
     program = dataclasses.replace(program, captures=(dataclasses.replace(array, shape=(1 << 16, 1 << 15)),))
-    reason = program_support.unsupported(program)
+    reason = programs_support.unsupported(program)
     assert reason == "reads one captured array at indices that range over 2^31 or more elements"

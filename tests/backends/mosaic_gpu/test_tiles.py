@@ -12,23 +12,22 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions
-from flexjax.backends.mosaic_gpu import (
-    backward_tiles,
-    choose_kernel,
-    decode_tiles,
-    forward_tiles,
-    fused_choice,
-    support,
-)
-from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles, split_dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
-from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
-from flexjax.backends.mosaic_gpu.capture_tiles import fits_one_slot
-from flexjax.backends.mosaic_gpu.shared_memory import fits
+from flexjax.backends.mosaic_gpu import support
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+from flexjax.backends.mosaic_gpu.backward import hopper_tiles as backward_hopper_tiles
+from flexjax.backends.mosaic_gpu.backward.hopper_dkv_tiles import SplitDkvTiles, dkv_tiles, split_dkv_scratch
+from flexjax.backends.mosaic_gpu.backward.hopper_dq_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import fused_tiles
+from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel, TwoKernels
+from flexjax.backends.mosaic_gpu.captures.tiles import fits_one_slot
+from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
+from flexjax.backends.mosaic_gpu.families import choose_kernel
+from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+from flexjax.backends.mosaic_gpu.machine.shared_memory import fits
 from flexjax.backends.target import Target
-from flexjax.call_arguments import DEFAULTS
+from flexjax.call.arguments import Arguments
+from flexjax.call.prepare import prepare
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
-from flexjax.prepare import prepare
 
 HOPPER = Target("cuda", "NVIDIA H200", "9.0", 132)
 JAX = (0, 11, 2)
@@ -49,12 +48,12 @@ def plan(
 def backward_of(made: KernelPlan) -> str:
     """The kernels of the backward pass with their tiles, queries x keys."""
     chosen = choose_kernel.backward_kernels(made)
-    if isinstance(chosen, choose_kernel.FusedKernel):
-        return f"one {chosen.tiles.queries}x{backward_tiles.FUSED_KEYS}"
+    if isinstance(chosen, FusedKernel):
+        return f"one {chosen.tiles.queries}x{backward_hopper_tiles.FUSED_KEYS}"
     dq, dkv = chosen
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
     if isinstance(dkv, SplitDkvTiles):
-        return text + f" dkv {backward_tiles.SPLIT_QUERIES}x{backward_tiles.SPLIT_KEYS}"
+        return text + f" dkv {backward_hopper_tiles.SPLIT_QUERIES}x{backward_hopper_tiles.SPLIT_KEYS}"
     return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
 
 
@@ -160,8 +159,8 @@ def traced(
     keys = keys or tokens
     given = array(tokens, 16, dim), array(keys, kv_heads, dim), array(keys, kv_heads, value_dim or dim)
     found: list[KernelPlan] = []
-    filled: typing.Any = DEFAULTS | arguments
-    jax.eval_shape(lambda *x: found.append(prepare(*x, **filled).plan), *given)
+    filled: typing.Any = arguments
+    jax.eval_shape(lambda *x: found.append(prepare(Arguments(*x, **filled)).plan), *given)
     return found[0]
 
 
@@ -247,7 +246,7 @@ def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: boo
         made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
         fused = fused_tiles(made)
         assert fused is not None
-        assert fused_choice.adds_in_order(made, fused) is (deterministic or in_order)
+        assert hopper_fused_choice.adds_in_order(made, fused) is (deterministic or in_order)
 
 
 def test_tiles_of_masks_that_divide() -> None:
@@ -257,7 +256,7 @@ def test_tiles_of_masks_that_divide() -> None:
     for mask_mod, step in ((by_head, 64), (by_literal, 128)):
         made = traced(mask_mod=mask_mod)
         fused = fused_tiles(made)
-        assert forward_tiles.forward_tile(made).block_kv == step
+        assert forward_hopper_tiles.forward_tile(made).block_kv == step
         assert dq_tiles(made).keys == step
         assert dkv_tiles(made).queries == step
         assert fused is not None
@@ -267,7 +266,7 @@ def test_tiles_of_masks_that_divide() -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_tiles_of_the_forward_pass(name: str) -> None:
     made, chosen = FORWARD[name]
-    tile = forward_tiles.forward_tile(made)
+    tile = forward_hopper_tiles.forward_tile(made)
     assert tile.dynamic_scheduler == (tile.ctas == 1)
     assert not tile.persistent
     text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
@@ -290,7 +289,7 @@ def test_tiles_of_the_forward_pass(name: str) -> None:
     ],
 )
 def test_long_rows_have_a_third_slot_of_keys(arguments: dict[str, typing.Any], slots: tuple[int, int, int]) -> None:
-    tile = forward_tiles.forward_tile(traced(**{"dim": 128, **arguments}))
+    tile = forward_hopper_tiles.forward_tile(traced(**{"dim": 128, **arguments}))
     assert (tile.stages, tile.value_stages, tile.query_slots) == slots
 
 
@@ -305,7 +304,7 @@ def test_long_rows_have_a_third_slot_of_keys(arguments: dict[str, typing.Any], s
 )
 def test_keys_in_reverse(dim: int, score_mod: typing.Any, reverse: bool) -> None:
     """Beside a lag of the reference, so that the output is not rescaled once the largest scores were seen."""
-    tile = forward_tiles.forward_tile(traced(dim=dim, mask_mod=DOCUMENTS, score_mod=score_mod))
+    tile = forward_hopper_tiles.forward_tile(traced(dim=dim, mask_mod=DOCUMENTS, score_mod=score_mod))
     assert tile.reverse_kv == reverse
     assert tile.lazy_rescale == (reverse or dim == 128)
 
@@ -324,11 +323,11 @@ def test_keys_in_reverse(dim: int, score_mod: typing.Any, reverse: bool) -> None
     ],
 )
 def test_heads_side_by_side(mask_mod: typing.Any, tokens: int, dim: int, heads: int) -> None:
-    from flexjax.backends.mosaic_gpu import tile_scheduler
+    from flexjax.backends.mosaic_gpu.forward import tile_scheduler
 
     made = traced(mask_mod=mask_mod, tokens=tokens, dim=dim)
-    assert tile_scheduler.TileScheduler(made, forward_tiles.forward_tile(made)).heads_at_once == heads
-    static = dataclasses.replace(forward_tiles.forward_tile(made), dynamic_scheduler=False)
+    assert tile_scheduler.TileScheduler(made, forward_hopper_tiles.forward_tile(made)).heads_at_once == heads
+    static = dataclasses.replace(forward_hopper_tiles.forward_tile(made), dynamic_scheduler=False)
     if heads == 4 and tokens > 8192:  # without the dynamic scheduler L2_SHARE alone counts
         assert tile_scheduler.TileScheduler(made, static).heads_at_once < heads
 
@@ -411,7 +410,7 @@ def test_only_the_kernels_of_hopper_split_columns() -> None:
     """Neither the decode kernel nor the kernels of other cards do."""
     wide = plan(dim=512)
     few = dataclasses.replace(wide, q_len=1, kv_len=8192)
-    assert decode_tiles.decode_refuses(few) == "It takes head dims up to 256, not 512 and 512."
+    assert decode_hopper_tiles.decode_refuses(few) == "It takes head dims up to 256, not 512 and 512."
     assert choose_kernel.decode_kernel(few) is None
     assert support.refuses(few, HOPPER, JAX) is None
     ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
@@ -426,7 +425,7 @@ def test_every_head_dim_has_tiles() -> None:
             assert support.refuses(made, HOPPER, JAX) is None, (dim, value_dim)
             tiles = choose_kernel.backward_kernels(made)
             if max(dim, value_dim) > 256:
-                assert isinstance(tiles, choose_kernel.TwoKernels)
+                assert isinstance(tiles, TwoKernels)
                 assert isinstance(tiles.dkv, SplitDkvTiles)
                 assert fits(split_dkv_scratch(made, tiles.dkv)), (dim, value_dim)
                 assert fits_one_slot(made), (dim, value_dim)
@@ -443,12 +442,12 @@ def test_candidates(options: dict[str, typing.Any]) -> None:
     for n, candidate in enumerate(found):
         asked = dataclasses.replace(made, options=dataclasses.replace(made.options, **candidate))
         assert support.refuses(asked, HOPPER, JAX) is None
-        tile = forward_tiles.forward_tile(asked)
+        tile = forward_hopper_tiles.forward_tile(asked)
         assert (tile.block_q, tile.block_kv, tile.stages) == tuple(list(candidate.values())[:3])
         assert f"{candidate['block_q_bwd']}x" in backward_of(asked)
         assert f"x{candidate['block_kv_bwd']}" in backward_of(asked)
         if n == 0:
-            assert tile == forward_tiles.forward_tile(made)
+            assert tile == forward_hopper_tiles.forward_tile(made)
             assert backward_of(asked) == backward_of(made)
 
 

@@ -13,7 +13,7 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import wide_captures
+from flexjax.backends.mosaic_gpu.families import wide_captures
 from flexjax.plan.kernel_plan import BlockLayout
 from tests.arrays import array
 from tests.cases.on_hopper import benched

@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import flexjax
 from flexjax import paged
 from flexjax.backends import target as targets
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
+from flexjax.passes.dispatch import Run
+from flexjax.plan.kernel_plan import BackwardInputs, BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests.backends import children
@@ -234,14 +234,15 @@ def compile_large(entry: str, chip: str) -> str:
     reason = backend.refuses(plan, target)
     if reason is not None:
         raise NotImplementedError(reason)
+    run = Run(backend, plan, target)
     leaves, tree = jax.tree.flatten(operands)
     length, value_dim = plan.q_len, plan.value_dim
     rows = (plan.batch, length, plan.q_heads) if plan.layout == "BTNH" else (plan.batch, plan.q_heads, length)
 
     def step(d_out: jax.Array, d_lse: jax.Array, *flat: jax.Array):
         given = jax.tree.unflatten(tree, flat)
-        results = backend.forward(plan, given, target)
-        return results, backend.backward(plan, BackwardInputs(given, results, d_out, d_lse, wanted, derivative), target)
+        results = run.forward(given)
+        return results, run.backward(BackwardInputs(given, results, d_out, d_lse, wanted, derivative))
 
     avals = [jax.ShapeDtypeStruct((*rows, value_dim), plan.dtype), jax.ShapeDtypeStruct(rows, "float32")]
     return compile_for(without_the_door(step, chip), [*avals, *leaves], chip).as_text()

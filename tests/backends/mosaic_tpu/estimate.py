@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu import (
     backward_dkv,
     backward_dq,
@@ -34,7 +33,8 @@ from flexjax.backends.mosaic_tpu import (
     visit_order,
     vmem,
 )
-from flexjax.plan.kernel_plan import BlockLists, Operands, Results, Wanted
+from flexjax.passes.dispatch import Run
+from flexjax.plan.kernel_plan import BackwardInputs, BlockLists, Operands, Results, Wanted
 from tests.backends.mosaic_tpu import aot
 
 LENGTH, DIM = 4096, 128
@@ -146,7 +146,7 @@ def ours(chip: str, heads: int, what: str) -> None:
         (heads, heads), LENGTH, DIM, score=score, mask=mask, width=32 if mask else 0, layout="BNTH"
     )
     if sizes:
-        tiles = vmem.Tiles(*map(int, sizes))
+        tiles = vmem.VmemTiles(*map(int, sizes))
         vmem.forward_tiles = lambda *_: tiles
         vmem.backward_tiles = lambda *_: tiles
     launch = forward.launch
@@ -160,17 +160,17 @@ def ours(chip: str, heads: int, what: str) -> None:
         module.launch = launch_without_tables
         if mask is not None:
             module.make_order = CausalTwin
-    backend, target = support.MosaicTpuBackend(), aot.target_of(chip)
+    calls = Run(support.MosaicTpuBackend(), plan, aot.target_of(chip))
 
     def given(q, k, v):
         return Operands(q, k, v, None, None, None, operands.score_captures, (), (), BlockLists(*[None] * 4))
 
     def run(q, k, v, lse, out, d_out):
         if name == "fwd":
-            return backend.forward(plan, given(q, k, v), target)
+            return calls.forward(given(q, k, v))
         wanted = Wanted(True, True, True, False, False, False, tuple(False for _ in operands.score_captures))
         results = Results(out, lse, None)
-        return backend.backward(plan, BackwardInputs(given(q, k, v), results, d_out, None, wanted, derivative), target)
+        return calls.backward(BackwardInputs(given(q, k, v), results, d_out, None, wanted, derivative))
 
     line = jax.ShapeDtypeStruct((1, heads, LENGTH), "float32")
     q = operands.query

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
+from flexjax.passes.dispatch import Run
+from flexjax.plan.kernel_plan import BackwardInputs, KernelPlan, Operands, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests import oracle
@@ -135,16 +135,15 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
     w = turn(array(weights["w"], plan.dtype))
     u = turn(array(weights["u"], jnp.float32))
     wanted = wanted_of(problem)
+    run = Run(backend, plan, CPU)
 
     @jax.jit
     def step(operands: Operands):
-        results = backend.forward(plan, operands, CPU)
+        results = run.forward(operands)
         if not backward:
             return results, None
         d_lse = jnp.where(jnp.isfinite(results.lse), u, 0.0)
-        return results, backend.backward(
-            plan, BackwardInputs(operands, results, w, d_lse, wanted, problem.derivative), CPU
-        )
+        return results, run.backward(BackwardInputs(operands, results, w, d_lse, wanted, problem.derivative))
 
     results, grads = step(problem.operands)
     found = {"out": turn(results.out), "lse": turn(results.lse), "max_scores": turn(results.max_scores)}

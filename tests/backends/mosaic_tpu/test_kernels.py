@@ -18,9 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_tpu import list_shape, support, visit_order, vmem
+from flexjax.backends.mosaic_tpu import list_shape, visit_order, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
+from flexjax.rewrites import join_heads, pack_heads
 from flexjax.types import KernelOptions
 from tests import oracle
 from tests.arrays import array
@@ -209,14 +210,13 @@ def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "rewritten"),
-    [((6, 2), support.packed_plan), pytest.param((16, 8), support.joined_plan, marks=pytest.mark.slow)],
+    ("heads", "module"), [((6, 2), pack_heads), pytest.param((16, 8), join_heads, marks=pytest.mark.slow)]
 )
 def test_heads_of_short_calls_share_a_tile(
-    heads: tuple[int, int], rewritten: Callable, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], module: typing.Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list = []
-    monkeypatch.setattr(support, rewritten.__name__, lambda plan: made.append(rewritten(plan)) or made[-1])
+    made, rewrite = [], module.rewrite
+    monkeypatch.setattr(module, "rewrite", lambda plan: made.append(rewrite(plan)) or made[-1])
     rng = np.random.default_rng(11)
     normal = lambda *shape: array(rng.standard_normal(shape), jnp.float32)
     q, k, v = normal(2, 3, heads[0], 16), normal(2, 300, heads[1], 16), normal(2, 300, heads[1], 16)
@@ -230,4 +230,4 @@ def test_heads_of_short_calls_share_a_tile(
     want = quick_jit(lambda: attend(implementation="reference"))()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert [plan is not None for plan in made] == [True]
+    assert [step is not None for step in made] == [True]

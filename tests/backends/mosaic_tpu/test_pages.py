@@ -17,10 +17,11 @@ from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
 from flexjax.backends.mosaic_tpu.page_copies import column_scales
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
-from flexjax.call_arguments import DEFAULTS
-from flexjax.check_arguments import Inputs
+from flexjax.call.arguments import Arguments
+from flexjax.call.checks import CallSizes, CheckedArrays
+from flexjax.call.prepare import InPages, prepare
+from flexjax.passes.dispatch import Run
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
-from flexjax.prepare import InPages, prepare
 from tests.cases.small import quick_jit
 
 Array = jax.Array
@@ -213,12 +214,11 @@ def prepared(query: Array, cache: paged.PagedCache, table: paged.PageTable, **gi
     """The plan and the operands of a call."""
     batch, queries = query.shape[:2]
     columns, page = table.pages.shape[1], cache.key.shape[1]
-    inputs = Inputs(
-        query, cache.key, cache.value, None, None, None, batch, N, M, queries, columns * page, D, D, 0, 0, query.dtype.name
-    )  # fmt: skip
+    sizes = CallSizes(batch, N, M, queries, columns * page, D, D)
+    inputs = CheckedArrays(query, cache.key, cache.value, None, None, None, sizes, query.dtype.name)
     where = InPages(inputs, table.pages, page, None, None)
-    arguments: typing.Any = DEFAULTS | {"origin": Origin(query="end"), "key_value_seq_lengths": table.lengths} | given
-    return prepare(query, cache.key, cache.value, in_pages=where, **arguments)
+    arguments: typing.Any = {"origin": Origin(query="end"), "key_value_seq_lengths": table.lengths} | given
+    return prepare(Arguments(query, cache.key, cache.value, **arguments), where)
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_simulator_finds_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
     given = draw(100, 5, 1, N, D), *served([21, 0, 8, 40, 33], 8, 6, 20, holes=((3, 0), (4, 1)))
     call = prepared(*given, mask_mod=masks.causal, kernel_options=KernelOptions(block_kv=64))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        got = MosaicTpuBackend().forward(call.plan, call.operands, Target("cpu"))
+        got = Run(MosaicTpuBackend(), call.plan, Target("cpu")).forward(call.operands)
         jax.effects_barrier()
     assert [state.races_found for state in made] == [False]
     assert_same(got.out, definition(*given)[0])

@@ -1,0 +1,1 @@
+"""The backward kernels: dQ, dK and dV, and gradients of pair biases."""

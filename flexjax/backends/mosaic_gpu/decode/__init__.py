@@ -1,0 +1,1 @@
+"""The decode kernels: few queries over long caches, at the speed of memory."""

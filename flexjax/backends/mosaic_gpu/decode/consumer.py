@@ -1,0 +1,80 @@
+"""What the consumers of all decode kernels share: programs at packed rows, and what is hidden in a key tile."""
+
+import dataclasses
+import math
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS
+from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode.scales import scales_of_tile
+from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.machine import registers
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
+from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
+from flexjax.backends.mosaic_gpu.programs.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.programs.tile_values import Scaled
+from flexjax.ir.program import Program
+
+f32 = np.float32
+
+
+class Programs(typing.NamedTuple):
+    """The programs of score_mod and mask_mod at the rows of one work item."""
+
+    score: TileProgram | None
+    mask: TileProgram | None
+
+    def at_columns(self, start: Scalar) -> "Programs":
+        """The programs with the column vectors of the tile from key `start` on computed here (`TileProgram.pin`)."""
+        return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemConsumer:
+    """A warpgroup that computes work items."""
+
+    setup: DecodeSetup
+    inputs: DecodeInputs[Ref]
+    outputs: DecodeOutputs[Ref]
+
+    def at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
+        """A mod for packed rows (ir/fold_heads.py) at the rows of the item, on [ROWS, block_kv]."""
+        if program is None:
+            return None
+        setup = self.setup
+        return TileProgram(
+            program,
+            refs,
+            (ROWS, setup.tile.block_kv),
+            Place(item.b, item.kv_head),
+            overhangs=setup.items.tiles_may_overhang,
+            used_rows=setup.tile.used_rows,
+        ).at_rows(i32(0))
+
+    def scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
+        """(scales of keys, of values) of a key tile: scalars, one for each part or for all; [] if not quantised."""
+        if self.inputs.scales is None:
+            return [], []
+        key, value = (scales_of_tile(self.setup, scale, item, start) for scale in self.inputs.scales)
+        return key, value
+
+    def masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
+        """The scores after score_mod with -inf where mask_mod hides them, and at keys from `end` on.
+
+        `start` is the first key in the slot of key tile `number`.
+        """
+        items, keys = self.setup.items, self.setup.tile.block_kv
+        s = scores.tile
+        if mask is not None:
+            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
+        if items.has_limits:
+            column = registers.column_iota(keys)
+            inside = column < end - start
+            # a last tile that begins earlier (`DecodeItems.start`) has keys of the tile before it
+            if items.stored_keys % keys and items.stored_keys > keys:
+                inside = inside & (column >= number * keys - start)
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
+        return scores._replace(tile=s)

@@ -1,0 +1,1 @@
+"""The forward kernels: scores, softmax and output of query tiles."""

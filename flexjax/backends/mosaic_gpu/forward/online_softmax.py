@@ -1,0 +1,363 @@
+"""The online softmax of a warpgroup, by kind: exponentials of a tile of scores, and what keeps their row sums
+comparable.
+
+    p = 2^(s log2(e) - m)        m, the reference of a row
+    total = total * 2^(m_before - m) + rowsum(p)
+
+    RunningMaximum    m follows the maximum of the row
+    StaticReference   m is one number for all rows, because the scores are bounded (static_reference.py)
+    LargeScores       scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py):
+                      references are scores, and the difference of score and reference is scaled
+    RowScaled         LargeScores by one FMA an element, with a scale for each row (machine/row_scales.py)
+
+The *unit of references* is a score times log2(e), or a score for LargeScores and RowScaled. A part of the scores that
+is the same over the whole row (`Scaled.row_term`) does not change the probabilities: `finish` adds it to the reference.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends import tile_math
+from flexjax.backends.mosaic_gpu.forward.static_reference import static_reference
+from flexjax.backends.mosaic_gpu.machine import exponential, registers, row_scales, thread_tiles
+from flexjax.backends.mosaic_gpu.programs.tile_values import Scaled
+from flexjax.backends.tile_math import LN2, LOG2E
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import KernelPlan
+
+RESCALE_THRESHOLD = 8.0
+"""Powers of two by which a row maximum may exceed the reference under `lazy_rescale`; weights up to 2^8 are precise."""
+# finite, so that -inf minus it is -inf and not NaN
+LOWEST_REFERENCE = float(np.finfo(np.float32).min)
+f32 = np.float32
+
+
+class State(typing.NamedTuple):
+    """The softmax between two tiles, both [rows] float32."""
+
+    # the reference of each row
+    base: jax.Array
+    # the sum of the exponentials relative to `base`: each thread sums its own columns until `finish`
+    total: jax.Array
+
+
+class Rescale(typing.NamedTuple):
+    """By how much a tile changes the reference, for the sums and products of the tiles before."""
+
+    # [rows] float32: e^(reference before - reference now), as scores
+    factor: jax.Array
+    # int32 scalar: 0 where every factor of this warp is known to be 1, so that the product can be skipped
+    needed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What the kinds of softmax have in common; `step` is theirs."""
+
+    # (rows, columns) of a tile
+    shape: tuple[int, int]
+    # how many of eight exponentials are polynomials (machine/exponential.py)
+    polynomials: int = 0
+    # references are whole powers of two, so that the backward pass can round its weights to these (tile_math.py)
+    whole_powers: bool = False
+
+    # `step` reads `Scaled.tile` alone, which is the whole score
+    takes_whole_scores: typing.ClassVar[bool] = False
+    # `step` leaves `Scaled.row_term` to `finish`
+    leaves_row_term: typing.ClassVar[bool] = False
+    # references may change from tile to tile
+    rescales: typing.ClassVar[bool] = True
+    first_reference: typing.ClassVar[float] = LOWEST_REFERENCE
+
+    @property
+    def start(self) -> State:
+        return State(self._row_vector(self.first_reference), self._row_vector(0.0))
+
+    @property
+    def no_rescale(self) -> Rescale:
+        return Rescale(self._row_vector(1.0), jnp.int32(0))
+
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        """(exponentials of a tile, [rows, columns] float32 and not yet divided by their sum, rescaling, state after the
+        tile).
+
+        `scores.column_slope` multiplies only the column modulo PERIOD, because the tile contains the rest of the slope.
+        """
+        raise NotImplementedError
+
+    def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
+        """`out`, [rows, value dim], the sum of P V over the tiles before, relative to the reference after a tile."""
+        raise NotImplementedError
+
+    def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """(reference, sum) of each row after the last tile, [rows] float32; -inf and 0 for a row without visible
+        scores.
+
+        row_term   [rows], what `step` left out of the scores; -inf hides its row, NaN and +inf make the sum NaN
+        """
+        total, top = thread_tiles.sum_lanes(state.total), state.base
+        unit = self.unit(state)
+        total = total if unit is None else total * unit
+        if row_term is not None:
+            off = (row_term == f32(-math.inf)) | (total == f32(0))
+            total = jnp.where(off, f32(0), total + f32(0) * row_term)
+            top = top + row_term * f32(LOG2E)
+            top = top - self._fraction(row_term) if self.whole_powers else top
+        return jnp.where(total == f32(0), f32(-math.inf), top), total
+
+    def unit(self, state: State) -> jax.Array | None:
+        """[rows], what makes the exponentials relative to the reference after the last tile; None for 1."""
+        return None
+
+    # ----------------------------------------------------------------- the unit of references
+
+    def to_reference(self, score: jax.Array) -> jax.Array:
+        return score * f32(LOG2E)
+
+    def to_score(self, reference: jax.Array) -> jax.Array:
+        return reference * f32(LN2)
+
+    def power(self, difference: jax.Array) -> jax.Array:
+        """e^(difference of two scores), from the difference of their references."""
+        return jnp.exp2(difference)
+
+    def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
+        """The natural logarithm of the softmax denominator, [rows]; -inf for a row whose total is 0."""
+        return (reference + jnp.log2(total)) * f32(LN2)
+
+    # ----------------------------------------------------------------- what kinds share
+
+    def _row_vector(self, value: float) -> jax.Array:
+        return registers.splat(f32(value), "row", self.shape[:1])
+
+    def _total(self, state: State, p: jax.Array, rescale: Rescale | None) -> jax.Array:
+        before = state.total if rescale is None else state.total * rescale.factor
+        return before + thread_tiles.partial_row_sums(p)
+
+    def _fraction(self, row_term: jax.Array) -> jax.Array:
+        """[rows], from -1 to 0: `row_term` * log2(e) less that number rounded up, and 0 where it is infinite or NaN.
+
+        With `whole_powers` it is part of the exponent, so that what `finish` adds to the reference is an integer:
+        `row_term` counts from the first row of a tile, and tiles of other kernels begin at other rows.
+        """
+        power = row_term * f32(LOG2E)
+        return tile_math.power_below(power, tile_math.rounded_up(power))
+
+    def _exponentials(
+        self, scores: Scaled, log2_factor: np.float32, shift: jax.Array | np.float32, subtract: bool = True
+    ) -> jax.Array:
+        """2^(scores * log2(e) - shift), [rows, columns] float32, without `row_term` and `offset`.
+
+        shift      [rows] or one number, in powers of two
+        subtract   False: `shift` is known to be 0
+        """
+        if scores.column_slope is not None:
+            row = -shift if isinstance(shift, jax.Array) else self._row_vector(float(-shift))
+            slope = self._row_plus_slope(row, scores.column_slope)
+            x = scores.tile * log2_factor + thread_tiles.repeat_columns(slope, self.shape)
+            return exponential.exp2_tile(x, self.polynomials)
+        if isinstance(shift, jax.Array):
+            shift = registers.broadcast_vector(shift, "row", self.shape)
+        factor = (
+            log2_factor
+            if scores.narrow_factor is None
+            else thread_tiles.repeat_columns(scores.narrow_factor * log2_factor, self.shape)
+        )
+        x = scores.tile * factor
+        x = x - shift if subtract else x
+        return exponential.exp2_tile(x, self.polynomials)
+
+    def _row_plus_slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
+        """row[r] + column_slope * log2(e) * c at row r and column c, [rows, PERIOD]; `row` is in powers of two."""
+        return thread_tiles.affine_tile(row, column_slope * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD))
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticReference(Softmax):
+    """Every reference is the same number: there is no maximum, and nothing is rescaled."""
+
+    # a score times log2(e)
+    reference: float = 0.0
+    rescales: typing.ClassVar[bool] = False
+
+    @property
+    def first_reference(self) -> float:
+        return self.reference
+
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        """See Softmax; `row_term` is part of the exponent."""
+        shift = f32(self.reference)
+        if scores.row_term is not None and scores.offset is not None:
+            shift = shift - (scores.row_term + scores.offset) * f32(LOG2E)
+        subtract = self.reference != 0.0 or scores.row_term is not None
+        p = self._exponentials(scores, f32(LOG2E * scores.factor), shift, subtract)
+        return p, self.no_rescale, State(state.base, self._total(state, p, None))
+
+    def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningMaximum(Softmax):
+    """The reference of a row follows its running maximum, and never falls.
+
+    The softmax lies between two WGMMAs of its warpgroup, so the order of its instructions counts: maximum and sum of a
+    row are first taken within a thread, over columns that are PERIOD apart (machine/thread_tiles.py), in four chains.
+    """
+
+    # a reference rises only where the maximum exceeds it by more than `rise`; a warp votes before its lanes exchange
+    # maxima, and mostly nothing is exchanged or rescaled
+    lazy_rescale: bool = False
+    # powers of two by which the maximum may exceed the one that a reference follows
+    rise: float = RESCALE_THRESHOLD
+    # powers of two by which references lie below that maximum (hopper_float8.py); row maxima are then no result
+    below: float = 0.0
+    # False: P V sums the exponentials (hopper_float8.py), and the caller gives `finish` a state with the sum
+    sums: bool = True
+    leaves_row_term: typing.ClassVar[bool] = True
+    # powers of two in one unit of a reference
+    powers_in_unit: typing.ClassVar[float] = 1.0
+    row_scaled: typing.ClassVar[bool] = False
+
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        """See Softmax; the exponentials are without `row_term`, or with `whole_powers` without its `_fraction`."""
+        log2_factor = f32(LOG2E * scores.factor)
+        largest = thread_tiles.maximum_by_column(scores.tile)
+        if (
+            scores.narrow_factor is not None
+        ):  # positive factors: the largest product with one of them has the largest score
+            largest = largest * scores.narrow_factor
+        offset = None if scores.offset is None else scores.offset * f32(LOG2E)
+        if scores.column_slope is None:
+            base, rescale = self._follow_maximum(largest, log2_factor, offset, state.base)
+        else:
+            largest = largest * log2_factor + self._row_plus_slope(
+                self._row_vector(0.0) + (f32(0) if offset is None else offset), scores.column_slope
+            )
+            base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        shift = base if offset is None else base - offset
+        if scores.row_term is not None and self.whole_powers:
+            shift = shift - self._fraction(scores.row_term)
+        p = self._exponentials(scores, log2_factor, shift)
+        return p, rescale, State(base, self._total(state, p, rescale))
+
+    def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
+        """See Softmax."""
+        # warps whose references did not change skip the product
+        if self.lazy_rescale:
+            return thread_tiles.scale_rows(out, rescale.factor, rescale.needed)
+        return out * registers.broadcast_vector(rescale.factor, "row", out.shape)
+
+    def _follow_maximum(
+        self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, base: jax.Array
+    ) -> tuple[jax.Array, Rescale]:
+        """The reference after a tile, [rows], and the rescaling from `base`, the one before.
+
+        largest       [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
+        log2_factor   multiplies `largest`, which gives the unit of references
+        offset        scalar that is added to the product
+        """
+        powers = self.powers_in_unit
+        unit = 1.0 if powers == 1.0 else LN2
+        if self.below:
+            offset = jnp.float32(-self.below * unit) if offset is None else offset - f32(self.below * unit)
+        if self.lazy_rescale:
+            top, factor, needed = thread_tiles.follow_maximum(
+                largest, log2_factor, offset, base, self.rise * unit, powers, self.whole_powers, self.row_scaled
+            )
+            return top, Rescale(factor, needed)
+        top = largest.max(axis=1) * log2_factor
+        if offset is not None:
+            top = top + offset
+        if self.whole_powers:
+            top = thread_tiles.whole_power(top, powers)
+        top = jnp.maximum(top, base)
+        return top, Rescale(self._rescaling(base, top), jnp.int32(1))
+
+    def _total(self, state: State, p: jax.Array, rescale: Rescale | None) -> jax.Array:
+        return super()._total(state, p, rescale) if self.sums else state.total
+
+    def _rescaling(self, before: jax.Array, now: jax.Array) -> jax.Array:
+        """[rows], the factor of sums relative to the reference `before` where `now` becomes it."""
+        return self.power(before - now)
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeScores(RunningMaximum):
+    """References are scores, and the difference of a score and its reference is scaled by log2(e)."""
+
+    # the score program, by which the difference is taken (`tile_math.large_distance`)
+    program: Program | None = None
+    takes_whole_scores: typing.ClassVar[bool] = True
+    leaves_row_term: typing.ClassVar[bool] = False
+    powers_in_unit: typing.ClassVar[float] = LOG2E
+
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        largest = thread_tiles.maximum_by_column(scores.tile)
+        base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        p = exponential.exp2_tile(self._exponents(scores.tile, base), self.polynomials)
+        return p, rescale, State(base, self._total(state, p, rescale))
+
+    def _exponents(self, tile: jax.Array, base: jax.Array) -> jax.Array:
+        """The powers of two of a tile of scores, [rows, columns], relative to the references."""
+        spread = registers.broadcast_vector(base, "row", self.shape)
+        return tile_math.large_distance(self.program, tile, spread) * f32(LOG2E)
+
+    def to_reference(self, score: jax.Array) -> jax.Array:
+        return score
+
+    def to_score(self, reference: jax.Array) -> jax.Array:
+        return reference
+
+    def power(self, difference: jax.Array) -> jax.Array:
+        return jnp.exp2(difference * f32(LOG2E))
+
+    def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
+        return reference + jnp.log2(total) * f32(LN2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScaled(LargeScores):
+    """Exponents are relative to the `row_scale` of the reference: one FMA each."""
+
+    row_scaled: typing.ClassVar[bool] = True
+
+    def unit(self, state: State) -> jax.Array:
+        return jnp.exp2(-row_scales.excess(state.base, self.whole_powers))
+
+    def _exponents(self, tile: jax.Array, base: jax.Array) -> jax.Array:
+        return row_scales.exponent(tile, row_scales.row_scale(base, self.whole_powers))
+
+    def _rescaling(self, before: jax.Array, now: jax.Array) -> jax.Array:
+        return row_scales.rescaling(before, now, self.whole_powers)
+
+
+def softmax_of(
+    plan: KernelPlan,
+    shape: tuple[int, int],
+    *,
+    lazy_rescale: bool,
+    score: Program | None,
+    polynomials: int = 0,
+    whole_powers: bool = False,
+    row_scaled: bool = False,
+) -> Softmax:
+    """The kind of softmax of a plan, for tiles of `shape`.
+
+    score        the score program as the kernel evaluates it
+    row_scaled   large scores have a scale for each row
+    """
+    common: typing.Any = dict(shape=shape, polynomials=polynomials, whole_powers=whole_powers)
+    if may_be_large(plan.score):
+        kind = RowScaled if row_scaled else LargeScores
+        return kind(**common, lazy_rescale=lazy_rescale, program=score)
+    reference = static_reference(plan)
+    if reference is not None:
+        return StaticReference(**common, reference=reference)
+    return RunningMaximum(**common, lazy_rescale=lazy_rescale)

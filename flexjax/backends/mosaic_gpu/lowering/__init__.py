@@ -1,0 +1,1 @@
+"""How kernels are lowered: by shortcuts, one thread at a time, compiled ahead."""

@@ -1,0 +1,1 @@
+"""Attention by its definition, dense: what every backend is tested against."""

@@ -1,0 +1,1 @@
+"""What a call does, looked at: explain, work, profile, weights and pictures."""

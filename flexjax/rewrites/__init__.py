@@ -1,0 +1,1 @@
+"""A call written as another call that a backend can run, one file each."""

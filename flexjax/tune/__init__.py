@@ -1,0 +1,1 @@
+"""Times the tiles of a call and keeps the fastest."""

@@ -1,0 +1,405 @@
+"""What a user reads when a mod fails: the statement, what to write in its place, and a short traceback."""
+
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax.errors import ModError, notebook_lines
+
+Array = jax.Array
+Q = np.ones((1, 4, 1, 8), np.float32)
+CALL = "in flex_attention(query=float32[1, 4, 1, 8], key=float32[1, 4, 1, 8], value=float32[1, 4, 1, 8], "
+AT_RUN_TIME = "a value that is known only at run time"
+TABLE = jnp.asarray([1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def tracebacks_as_they_are_by_default() -> Iterator[None]:
+    before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
+    jax.config.update("jax_traceback_filtering", "auto")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+def raised(**mods: Any) -> ModError:
+    with pytest.raises(ModError) as caught:
+        flexjax.flex_attention(Q, Q, Q, **mods)
+    return caught.value
+
+
+# ------------------------------------------------------------------- what to write
+
+
+def a_float(s, b, h, q, k):
+    return s + float(q)
+
+
+def an_int(s, b, h, q, k):
+    return s + int(s)
+
+
+def a_bool(s, b, h, q, k):
+    return s * bool(q)
+
+
+def a_function_of_math(s, b, h, q, k):
+    return s + math.exp(s)
+
+
+def a_function_of_numpy(s, b, h, q, k):
+    return s + np.maximum(q, k)
+
+
+def largest(s, b, h, q, k):
+    return s * max(q, k, 3)
+
+
+def some(s, b, h, q, k):
+    return s * any(q > i for i in range(3))
+
+
+def in_an_array(s, b, h, q, k):
+    return s * (q in TABLE)
+
+
+def not_in_a_set(s, b, h, q, k):
+    return s * (q not in {1, 2})
+
+
+def to_float(s, b, h, q, k):
+    return s + (q - k).float()
+
+
+def to_a_dtype(s, b, h, q, k):
+    return s + q.to(jnp.float32)
+
+
+def to_a_device(s, b, h, q, k):
+    return s.to("cuda")
+
+
+def filled(s, b, h, q, k):
+    return s.masked_fill(q < k, -math.inf)
+
+
+def distance(s, b, h, q, k):
+    return s - np.abs(q)
+
+
+def an_item(s, b, h, q, k):
+    return s + q.item()
+
+
+def both(s, b, h, q, k):
+    return s * (q >= k and k > 1)
+
+
+def either_number(s, b, h, q, k):
+    return s * (q % 2 or k)
+
+
+def opposite(s, b, h, q, k):
+    return s * (not q >= k)
+
+
+def chained(s, b, h, q, k):
+    return s * (0 <= q - k < 5)
+
+
+def all_of_them(s, b, h, q, k):
+    return s if 0 <= q < k and not q % 2 else -s
+
+
+def branch(s, b, h, q, k):
+    if q >= k and k > 1:
+        return s
+    return -s
+
+
+def repeated(s, b, h, q, k):
+    while s > 1:
+        s = s / 2
+    return s
+
+
+def counted(s, b, h, q, k):
+    for _ in range(q):
+        s = s * 0.5
+    return s
+
+
+def a_list(s, b, h, q, k):
+    return s + [1.0, 2.0][h]
+
+
+WRITE = {
+    a_float: f"calls float() on {AT_RUN_TIME}; write `jnp.float32(q)`.",
+    an_int: f"calls int() on {AT_RUN_TIME}; write `jnp.int32(s)`.",
+    a_bool: f"calls bool() on {AT_RUN_TIME}; write `q != 0`.",
+    a_function_of_math: f"calls math.exp() on {AT_RUN_TIME}; write `jnp.exp(s)`.",
+    a_function_of_numpy: f"calls np.maximum() on {AT_RUN_TIME}; write `jnp.maximum(q, k)`.",
+    largest: f"calls max() on {AT_RUN_TIME}; write `jnp.maximum(q, jnp.maximum(k, 3))`.",
+    some: f"calls any() on {AT_RUN_TIME}; write `jnp.any(jnp.stack([q > i for i in range(3)]))`.",
+    in_an_array: f"uses `in` on {AT_RUN_TIME}; write `jnp.any(jnp.asarray(TABLE) == q)`.",
+    not_in_a_set: f"uses `in` on {AT_RUN_TIME}; write `jnp.all(jnp.asarray([1, 2]) != q)`.",
+    to_float: "uses .float of a scalar, which JAX scalars do not have; write `jnp.float32(q - k)`.",
+    to_a_dtype: "uses .to of a scalar, which JAX scalars do not have; write `q.astype(jnp.float32)`.",
+    to_a_device: "uses .to of a scalar, which JAX scalars do not have; write `s`.",
+    filled: "uses .masked_fill of a scalar, which JAX scalars do not have; write `jnp.where(q < k, -math.inf, s)`.",
+    distance: f"calls np.abs() on {AT_RUN_TIME}; write `jnp.abs(q)`.",
+    an_item: f"calls .item() on {AT_RUN_TIME}; write `q`.",
+    both: f"uses `and` on {AT_RUN_TIME}; write `(q >= k) & (k > 1)`.",
+    either_number: f"uses `or` on {AT_RUN_TIME}; write `jnp.logical_or(q % 2, k)`.",
+    opposite: f"uses `not` on {AT_RUN_TIME}; write `~(q >= k)`.",
+    chained: f"chains comparisons on {AT_RUN_TIME}; write `(0 <= q - k) & (q - k < 5)`.",
+    all_of_them: f"chains comparisons on {AT_RUN_TIME}; write "
+    "`jnp.where(((0 <= q) & (q < k)) & jnp.logical_not(q % 2), s, -s)`.",
+    branch: f"uses `and` on {AT_RUN_TIME}; write `jnp.where((q >= k) & (k > 1), value_if_true, value_if_false)`.",
+    repeated: f"decides by `while` on {AT_RUN_TIME}; write `jax.lax.while_loop(condition, body, start)`.",
+    counted: f"calls range() on {AT_RUN_TIME}; write `jax.lax.fori_loop(0, q, body, value)`.",
+    a_list: f"indexes a list by {AT_RUN_TIME}; write `jnp.asarray([1.0, 2.0])[h]`.",
+}
+
+
+def place(mod: Callable, offset: int = 1) -> str:
+    """The last line of a message about the statement `offset` lines below the def."""
+    lines, first = inspect.getsourcelines(mod)
+    return f"in {mod.__name__}, test_errors_of_mods.py:{first + offset}: `{lines[offset].strip()}`"
+
+
+@pytest.mark.parametrize("mod", WRITE, ids=lambda mod: mod.__name__)
+def test_what_to_write(mod: Callable) -> None:
+    assert str(raised(score_mod=mod)) == f"`score_mod` {WRITE[mod]}\n{place(mod)}"
+
+
+def test_what_is_written_means_the_same() -> None:
+    """The advice is an expression that traces, and that gives what Python gives for numbers."""
+    for mod, text in WRITE.items():
+        advice = re.findall(r"`([^`]*)`", text)[-1]
+        if any(name in advice for name in ("value", "condition")):
+            continue
+        inner = lambda s, b, h, q, k, advice=advice: eval(advice, {**globals(), "s": s, "h": h, "q": q, "k": k})
+        jax.make_jaxpr(inner)(0.5, 0, 0, 1, 1)
+        if mod in (both, opposite, chained, not_in_a_set, in_an_array, some):
+            for q, k in ((0, 0), (3, 2), (2, 3), (9, 1)):
+                assert bool(mod(1, 0, 0, q, k)) == bool(inner(1.0, 0, 0, jnp.int32(q), jnp.int32(k))), advice
+
+
+# ------------------------------------------------------------------- where it failed
+
+
+def collective(s, b, h, q, k):
+    return s + jax.lax.psum(s, "i")
+
+
+def whole_array(s, b, h, q, k):
+    return jnp.sort(jnp.full(3000, s))[0]
+
+
+def an_index(s, b, h, q, k):
+    return q - k
+
+
+def test_errors_of_compiling_name_the_statement() -> None:
+    for mod in (whole_array, an_index):
+        assert str(raised(score_mod=mod)).endswith(f"\n{place(mod)}")
+    with pytest.raises(ModError) as caught:
+        jax.vmap(lambda q: flexjax.flex_attention(q, q, q, score_mod=collective), axis_name="i")(Q[None])
+    assert str(caught.value).endswith(f"\n{place(collective)}")
+
+
+def test_an_error_without_a_derivative_names_the_definition() -> None:
+    def looped(s, b, h, q, k):
+        return jax.lax.while_loop(lambda s: s > 1.0, lambda s: s * 0.5, s)
+
+    with pytest.raises(ModError) as caught:
+        jax.grad(lambda q: flexjax.flex_attention(q, q, q, score_mod=looped).sum())(Q)
+    assert str(caught.value).endswith(f"\n{place(looped, 0)}")
+
+
+def test_the_statement_of_a_function_that_a_mod_calls() -> None:
+    def inner(x):
+        return float(x)
+
+    error = raised(score_mod=flexjax.chain_mods(lambda s, b, h, q, k: s + inner(q)))
+    assert str(error) == f"`score_mod` calls float() on {AT_RUN_TIME}; write `jnp.float32(x)`.\n{place(inner)}"
+
+
+def test_other_entry_points() -> None:
+    def mask(b, h, q, k):
+        return not q
+
+    message = f"`mask_mod` uses `not` on {AT_RUN_TIME}; write `jnp.logical_not(q)`.\n{place(mask)}"
+    for run in (
+        lambda: flexjax.create_block_mask(mask, None, None, 8, 8),
+        lambda: flexjax.explain(Q, Q, Q, mask_mod=mask),
+    ):
+        with pytest.raises(ModError) as caught:
+            run()
+        assert str(caught.value) == message
+
+
+# ------------------------------------------------------------------- tracebacks
+
+
+def lines_of(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
+def files_of(error: BaseException) -> set[str]:
+    return {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+
+
+def causal(b, h, q_idx, kv_idx):
+    if q_idx >= kv_idx:  # noqa: SIM103
+        return True
+    return False
+
+
+def test_a_traceback_is_the_call_and_the_statement() -> None:
+    error = raised(mask_mod=causal)
+    lines = lines_of(error)
+    assert len(lines) <= 12
+    assert files_of(error) == {__file__}
+    assert lines[-3:] == [
+        f"flexjax.errors.ModError: `mask_mod` decides by `if` on {AT_RUN_TIME}; write "
+        "`jnp.where(q_idx >= kv_idx, value_if_true, value_if_false)`.",
+        place(causal),
+        f"{CALL}mask_mod=causal)",
+    ]
+    assert "    if q_idx >= kv_idx:  # noqa: SIM103" in lines
+
+
+def test_a_traceback_inside_jit() -> None:
+    with pytest.raises(ModError) as caught:
+        jax.jit(lambda q: flexjax.flex_attention(q, q, q, mask_mod=causal))(Q)
+    assert len(lines_of(caught.value)) <= 13
+    assert lines_of(caught.value)[-1] == f"{CALL}mask_mod=causal)"
+    assert len(notebook_lines(caught.value)) <= 12
+
+
+def test_a_traceback_in_a_notebook() -> None:
+    """IPython prints what `_render_traceback_` returns, if an error has it."""
+    error = raised(mask_mod=causal)
+    assert error._render_traceback_() == notebook_lines(error)
+    assert len(notebook_lines(error)) <= 12
+    assert notebook_lines(error)[-1] == f"{CALL}mask_mod=causal)"
+
+
+def test_mistakes_of_arguments_and_of_mods_show_the_users_lines_alone() -> None:
+    with pytest.raises(ValueError, match="scale") as caught:
+        flexjax.flex_attention(Q, Q, Q, scale="a")  # type: ignore[arg-type]
+    assert files_of(caught.value) == {__file__}
+
+    def undefined(s, b, h, q, k):
+        return s + missing  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(NameError) as broken:
+        flexjax.flex_attention(Q, Q, Q, score_mod=undefined)
+    assert files_of(broken.value) == {__file__}
+    assert broken.value.__notes__ == [
+        f"In `score_mod`, which is called with scalars, one position at a time.\n{place(undefined)}",
+        f"{CALL}score_mod=undefined)",
+    ]
+
+
+def test_all_frames() -> None:
+    jax.config.update("jax_traceback_filtering", "off")
+    error = raised(mask_mod=causal)
+    assert any("trace_mod.py" in name for name in files_of(error))
+    assert isinstance(error.__cause__, jax.errors.TracerBoolConversionError)
+    assert not hasattr(error, "_render_traceback_")
+
+
+def test_frames_are_marked() -> None:
+    jax.config.update("jax_traceback_filtering", "tracebackhide")
+    error = raised(mask_mod=causal)
+    shown = [
+        frame.f_code.co_name
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if "__tracebackhide__" not in frame.f_locals
+    ]
+    assert shown == ["raised", "causal"]
+
+
+def test_a_bug_of_flexjax_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexjax.call.prepare.check_options", None)
+    with pytest.raises(TypeError) as caught:
+        flexjax.flex_attention(Q, Q, Q)
+    assert any(name.endswith("prepare.py") for name in files_of(caught.value))
+
+
+# ------------------------------------------------------------------- callbacks
+
+
+def test_callbacks_run_on_the_reference(capfd: pytest.CaptureFixture) -> None:
+    seen: list[float] = []
+
+    def score(s, b, h, q, k):
+        jax.debug.callback(lambda x: seen.append(float(x)), 10 * q + k)
+        return jax.pure_callback(lambda x: 2 * x, jax.ShapeDtypeStruct((), s.dtype), s, vmap_method="sequential")
+
+    def mask(b, h, q, k):
+        jax.debug.print("at {q}", q=q)
+        return q >= k
+
+    out = flexjax.flex_attention(Q, Q, Q, score_mod=score, mask_mod=mask, implementation="reference")
+    jax.effects_barrier()
+    assert out.shape == Q.shape
+    assert {10 * q + k for q in range(4) for k in range(q + 1)} <= set(seen)
+    assert "at 3" in capfd.readouterr().out
+
+
+def test_callbacks_are_refused_elsewhere() -> None:
+    def nested(s, b, h, q, k):
+        return jax.lax.cond(
+            q > k,
+            lambda: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), s.dtype), s),
+            lambda: s,
+        )
+
+    def broken_into(s, b, h, q, k):
+        jax.debug.breakpoint()
+        return s
+
+    for mod, name, line in ((nested, "pure_callback", 3), (broken_into, "debug_callback", 1)):
+        where = place(mod, line).replace("in nested", "in nested.<locals>.<lambda>").replace("nested.<locals>.", "")
+        for implementation in (None, "xla", ("xla", "reference")):
+            assert str(raised(score_mod=mod, implementation=implementation)) == (
+                f"`score_mod` calls back into Python (`{name}`), which no kernel can do; pass implementation='reference' to "
+                f"flex_attention, which calls the mod on a dense matrix of positions, or leave it out.\n{where}"
+            )
+
+
+def test_explain_answers_for_callbacks_as_the_call_does(capfd: pytest.CaptureFixture) -> None:
+    """Also for one without operands, which is known where explain computes what is known, and must not run there."""
+
+    def branch(s, b, h, q, k):
+        return jax.lax.cond(q > k, lambda: (jax.debug.print("here"), s)[1], lambda: s)
+
+    def always(b, h, q, k):
+        jax.debug.print("here")
+        return q >= k
+
+    def operand(b, h, q, k):
+        jax.debug.print("here {q}", q=q)
+        return q >= k
+
+    shape = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
+    for given in (Q, shape):
+        for mods in ({"score_mod": branch}, {"mask_mod": always}, {"mask_mod": operand}):
+            with pytest.raises(ModError) as caught:
+                flexjax.explain(given, given, given, **mods)
+            assert str(caught.value) == str(raised(**mods))
+            assert "runs on: reference" in flexjax.explain(given, given, given, **mods, implementation="reference")
+    jax.effects_barrier()
+    assert "here" not in capfd.readouterr().out
