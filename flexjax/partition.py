@@ -10,6 +10,7 @@ steps depend on data, whole on every device, unless the kernel is a call with
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -17,7 +18,9 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+from jax import core
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -175,6 +178,33 @@ class Rule(typing.NamedTuple):
     text: str
 
 
+# What one device computes is traced and lowered where the user called jit: on a mesh with explicit axes jax 0.11.2
+# would constrain each array to that mesh, inside a program of one device, which XLA refuses.
+device_work_p = Primitive("flexjax_device_work")
+device_work_p.multiple_results = True
+no_mesh = lambda: jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+_plain = lambda x: core.ShapedArray(x.shape, x.dtype)
+
+
+@device_work_p.def_abstract_eval
+def _(*avals: core.ShapedArray, work: typing.Any, settings: object) -> list[core.ShapedArray]:
+    return list(map(_plain, work.out_avals))
+
+
+def _lower_device_work(
+    ctx: mlir.LoweringRuleContext,
+    *flat: typing.Any,
+    work: typing.Any,
+    settings: Callable[[], contextlib.AbstractContextManager],
+) -> typing.Any:
+    with settings(), no_mesh():
+        inside = ctx.replace(avals_in=list(map(_plain, ctx.avals_in)))
+        return mlir.lower_fun(jaxpr_as_fun(work), multiple_results=True)(inside, *flat)
+
+
+mlir.register_lowering(device_work_p, _lower_device_work)
+
+
 def lower_with_rule(
     ctx: mlir.LoweringRuleContext,
     mesh: Mesh,
@@ -200,8 +230,9 @@ def lower_with_rule(
         rule.look(how, operands, specs[: len(operands)])
 
         def on_device(*flat: Array) -> list[Array]:
-            with settings():
-                return rule.on_device(how, *flat)
+            with settings(), no_mesh():
+                work = jax.make_jaxpr(functools.partial(rule.on_device, how))(*map(_plain, flat))
+            return device_work_p.bind(*flat, work=work, settings=settings)
 
         return mesh, on_device, shardings(mesh, how, rule.results), tuple(shardings(mesh, how, rule.arguments))
 

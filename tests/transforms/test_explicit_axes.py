@@ -132,6 +132,19 @@ def test_gradients_of_everything(name: str) -> None:
         assert grad.sharding.is_equivalent_to(primal.sharding, grad.ndim)
 
 
+@pytest.mark.parametrize("way", some_slow(["on no mesh", "auto_axes", "auto_axes, beside an auto axis"], ["auto_axes"]))
+def test_xla_splits_the_work_where_explicit_axes_surround_it(way: str) -> None:
+    """Under jax.set_mesh, arrays that lie on no mesh, and functions of jax.sharding.auto_axes: the partitioner decides."""
+    case = CASES["beside an auto axis" if "beside" in way else "batch"]
+    mesh = case.mesh()
+    with jax.set_mesh(mesh):
+        given = case.arrays() if way == "on no mesh" else case.placed(mesh)
+        split = jax.sharding.auto_axes(loss, out_sharding=(P(), case.specs[0]))
+        attention = loss if way == "on no mesh" else split
+        own = quick_jit(jax.grad(attention, argnums=tuple(range(FLOATS)), has_aux=True))
+        close(own(*given), on_one_device(case.heads))
+
+
 def _small(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
     mod = lambda s, b, h, i, j: s + table[h, i - j + S - 1] + 0.1 * (h + b) * s * s
     return flexjax.flex_attention(q, k, v, score_mod=mod)
