@@ -1,9 +1,10 @@
 """`python -m bench --suite step`: one training step of a small language model on packed documents, by attention.
 
 Eight layers of width 2048 (16 heads of 128, an MLP of four times the width), 16384 tokens of 12 documents of unequal lengths, bfloat16
-products of float32 weights. The layers are a lax.scan of a jax.checkpoint, as trainers write it, so attention runs forward twice and
-backward once a layer. A step is the loss, its gradients and the new weights. The numbers of the documents are an argument of the step:
-block masks and dense masks are made inside it, once for all layers.
+products of float32 weights. The layers are a lax.scan of a jax.checkpoint that keeps the results of flexjax, so its forward pass runs
+once a layer; in the row "forward twice", and with attentions whose results have no names, it runs again in the backward pass. A step
+is the loss, its gradients and the new weights. The numbers of the documents are an argument of the step: block masks and dense masks are
+made inside it, once for all layers.
 
 There are no embeddings and no logits: input and target of each token are random vectors.
 
@@ -87,9 +88,10 @@ def dense_mask(ids: Array, implementation: typing.Literal["xla", "cudnn"]) -> At
     return functools.partial(jax.nn.dot_product_attention, mask=mask[None, None], implementation=implementation)
 
 
-NONE, OWN, OWN_XLA, CUDNN, CUDNN_DENSE, DENSE = (
+NONE, OWN, OWN_TWICE, OWN_XLA, CUDNN, CUDNN_DENSE, DENSE = (
     "none",
     "flexjax",
+    "flexjax, forward twice",
     "flexjax, xla",
     "cuDNN causal, no documents",
     "cuDNN, dense mask",
@@ -98,6 +100,7 @@ NONE, OWN, OWN_XLA, CUDNN, CUDNN_DENSE, DENSE = (
 ATTENTIONS: dict[str, Callable[[Array], Attention]] = {
     NONE: no_attention,
     OWN: by_flexjax,
+    OWN_TWICE: by_flexjax,
     CUDNN: cudnn_causal,
     CUDNN_DENSE: functools.partial(dense_mask, implementation="cudnn"),
     OWN_XLA: functools.partial(by_flexjax, implementation="xla"),
@@ -133,10 +136,10 @@ def normalised(x: Array) -> Array:
     return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
 
 
-def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Callable[..., tuple[Weights, Weights]]:
+def make_step(size: Size, name: str) -> Callable[..., tuple[Weights, Weights]]:
     """Makes the training step of the model with one attention: (weights, input, target, ids) -> (new weights, numbers to compare).
 
-    make_attention   a value of ATTENTIONS: called with ids inside the step, so the step also makes the block mask
+    name   of ATTENTIONS, which is called with ids inside the step, so the step also makes the block mask
 
     The step is a plain function to be jitted. input and target are bfloat16 [1, T, width], ids is int32 [T], the document of each
     token; weights are those of `first_weights`. New weights are those of gradient descent at rate 0.1. The numbers are "loss"
@@ -150,9 +153,10 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
         tokens, target   bfloat16 [1, T, width]: the input, and what the output is compared with
         ids              int32 [T]: the document of each token, from which the attention is made
         """
-        attend = make_attention(ids)
+        attend = ATTENTIONS[name](ids)
+        kept = () if name == OWN_TWICE else ("flexjax_out", "flexjax_lse")
 
-        @jax.checkpoint
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*kept))
         def layer(x: Array, stored: Weights) -> tuple[Array, None]:
             """(x after one layer, None): attention and the MLP, each on normalised input and added to x; `stored` is this layer's part of
             the weights.
@@ -223,7 +227,7 @@ def compile_steps(
             missing[name] = "needs an NVIDIA GPU"
             continue
         try:
-            run = jax.jit(make_step(size, ATTENTIONS[name])).lower(*arguments).compile()
+            run = jax.jit(make_step(size, name)).lower(*arguments).compile()
             # two back to back, as they are timed, so that memory that does not suffice is seen here
             results = jax.block_until_ready([run(*arguments)[1] for _ in range(2)])
             compiled[name], numbers[name] = run, jax.device_get(results[0])
@@ -276,8 +280,9 @@ def main(small: bool = False, minutes: float = 60) -> int:
         print(f"| {' | '.join(cells)} |")
     for name, reason in missing.items():
         print(f"- {name}: {reason}")
-    wrong = [f"{n}: error {errors[n]:.2g}" for n in (OWN, OWN_XLA) if n in errors and not errors[n] <= ALLOWED_ERROR]
-    wrong += [f"{n}: {missing[n]}" for n in (OWN, OWN_XLA) if missing.get(n, "").startswith("failed")]
+    own = (OWN, OWN_TWICE, OWN_XLA)
+    wrong = [f"{n}: error {errors[n]:.2g}" for n in own if n in errors and not errors[n] <= ALLOWED_ERROR]
+    wrong += [f"{n}: {missing[n]}" for n in own if missing.get(n, "").startswith("failed")]
     for text in wrong:
         print(text)
     return int(bool(wrong))

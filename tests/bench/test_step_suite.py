@@ -27,7 +27,7 @@ def test_numbers_are_those_of_a_dense_mask():
 def test_what_is_not_there_is_said(capsys):
     assert command.main(["--suite", "step", "--small", "--minutes", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-6:] == [f"- {name}: not reached in the time given" for name in step.ATTENTIONS]
+    assert lines[-7:] == [f"- {name}: not reached in the time given" for name in step.ATTENTIONS]
     assert "| flexjax | - | - | - | - |" in lines
 
 
@@ -35,5 +35,5 @@ def test_what_is_not_there_is_said(capsys):
 def test_the_command(capsys):
     assert command.main(["--suite", "step", "--small"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("| flexjax") and " - " not in line for line in lines) == 2
+    assert sum(line.startswith("| flexjax") and " - " not in line for line in lines) == 3
     assert "- cuDNN, dense mask: needs an NVIDIA GPU" in lines
