@@ -147,7 +147,6 @@ def in_pages(operands: typing.Any, page: int) -> typing.Any:
 def compile_cases(names: list[str]) -> None:
     from flexjax.backends.mosaic_gpu.forward import hopper as forward_hopper
     from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
-    from flexjax.backends.mosaic_gpu.forward import pages as forward_pages
     from tests.cases.on_hopper import forward_problem
 
     for name in names:
@@ -155,16 +154,17 @@ def compile_cases(names: list[str]) -> None:
         fields, of_plan, page = case.pop("tile", {}), case.pop("plan", {}), case.pop("page", 0)
         float8 = case.pop("float8", False)
         made = forward_problem(interpret=False, **case)
-        plan = dataclasses.replace(made.plan, page=page, float8=float8, **of_plan)
-        tile = dataclasses.replace(forward_hopper_tiles.forward_tile(plan), **fields)
+        plan = dataclasses.replace(made.plan, float8=float8, **of_plan)
         operands = in_pages(made.operands, page) if page else made.operands
+        if page:
+            plan = dataclasses.replace(plan, page=page, stored_pages=operands.key.shape[0])
+        tile = dataclasses.replace(forward_hopper_tiles.forward_tile(plan), **fields)
         if float8:
             narrow = (x.astype(jnp.float8_e4m3fn) for x in operands[:3])
             operands = operands._replace(**dict(zip(("query", "key", "value"), narrow, strict=True)))
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
-            pages = forward_pages.key_pages(plan, operands) if plan.page else None
-            return forward_hopper.forward(plan, operands, tile, pages)
+            return forward_hopper.forward(plan, operands, tile)
 
         print(f"case {name}", file=sys.stderr, flush=True)
         compile_hopper.compile_for_hopper(run, operands)

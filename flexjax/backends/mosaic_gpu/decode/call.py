@@ -1,9 +1,12 @@
-"""What surrounds every decode kernel: the operands as it reads them, and the results from its partial results.
+"""What surrounds every decode kernel: the operands as it reads them, its launch, and the results from its partial
+results.
 
 items.py assigns chunks of keys to CTAs; merge.py computes the softmax over all chunks.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,52 +18,55 @@ from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS, DecodeTile
 from flexjax.backends.mosaic_gpu.decode.intervals import has_interval, visible_interval
 from flexjax.backends.mosaic_gpu.decode.items import Work
 from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
-from flexjax.backends.mosaic_gpu.machine import kernel_parts, memory
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import pad
+from flexjax.backends.mosaic_gpu.machine import memory
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad
 from flexjax.ir.fold_heads import fold_heads
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.rewrites.pack_heads import pack_rows
 
 
-def prepared(
-    plan: KernelPlan, operands: Operands, tile: DecodeTile
-) -> tuple[DecodeSetup, DecodeInputs[jax.Array], jax.Array | None]:
-    """(the setup, the operands as the kernel reads them, how many queries of each entry exist, [B], or None)."""
-    query_lengths, key_lengths = existing(plan, operands)
-    setup, first = decode_setup(plan, tile, operands), None
+def run(
+    plan: KernelPlan,
+    operands: Operands,
+    tile: DecodeTile,
+    kernel: Callable[..., None],
+    scratch: tuple,
+    *,
+    name: str,
+    warpgroups: int,
+) -> Results:
+    """Launches `kernel(setup, inputs, outputs, scratch)` as `kernel_parts.launch` says and merges its partial results,
+    in the plan's layout.
+    """
+    query_lengths, key_lengths = _existing(plan, operands)
+    setup, first = _setup(plan, tile, operands, key_lengths), None
     if has_interval(plan):
         # the work items are those of one run of keys (intervals.py), and block lists are not read
         first, end = visible_interval(plan, operands, query_lengths)
         key_lengths = end if key_lengths is None else jnp.minimum(key_lengths, end)
     work = setup.items.work(key_lengths, operands.lists, first)
-    return setup, _inputs(setup, operands, work), query_lengths
-
-
-def partial_results(setup: DecodeSetup, like: jax.Array) -> DecodeOutputs[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the chunks' partial results, which vary over the mesh axes of `like`."""
-    plan, tile = setup.plan, setup.tile
+    inputs = _inputs(setup, operands, work)
     shape = (plan.batch, plan.kv_heads, setup.items.chunks)
-    return DecodeOutputs(
-        out=kernel_parts.output((*shape, tile.used_rows, tile.value_dim), jnp.float32, like),
-        stats=kernel_parts.output((*shape, 2, tile.used_rows), jnp.float32, like),
+    results: DecodeOutputs[jax.Array] = launch(
+        functools.partial(kernel, setup),
+        inputs,
+        DecodeOutputs(
+            out=output((*shape, tile.used_rows, tile.value_dim), jnp.float32, inputs.query),
+            stats=output((*shape, 2, tile.used_rows), jnp.float32, inputs.query),
+        ),
+        scratch,
+        name=name,
+        programs=setup.items.programs,
+        warpgroups=warpgroups,
+        simulated=plan.options.interpret,
     )
-
-
-def merged(
-    plan: KernelPlan,
-    setup: DecodeSetup,
-    work: Work[jax.Array],
-    results: DecodeOutputs[jax.Array],
-    sinks: jax.Array | None,
-    query_lengths: jax.Array | None,
-) -> Results:
-    """The results of a call from the partial results of its chunks; `plan` is of the unpacked heads."""
     live = setup.items.live(work)
     chunks = None if live is None else decode_merge.Chunks(live, setup.items.last(work, live))
-    return decode_merge.merged(plan, setup.softmax, results.out, results.stats, chunks, sinks, query_lengths)
+    # `plan` is of the unpacked heads
+    return decode_merge.merged(plan, setup.softmax, results.out, results.stats, chunks, operands.sinks, query_lengths)
 
 
-def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+def _existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
     """(how many queries, how many keys of each batch entry exist), int32 [B] each; None: all exist."""
     if operands.lengths is None:
         return None, None
@@ -71,7 +77,7 @@ def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, ja
     return query, key
 
 
-def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> DecodeSetup:
+def _setup(plan: KernelPlan, tile: DecodeTile, operands: Operands, key_lengths: jax.Array | None) -> DecodeSetup:
     """What is known of the kernel before it is traced, with the programs for packed rows."""
     lengths, interval = (plan.batch, plan.kv_len), has_interval(plan)
     fold = lambda program: (
@@ -82,7 +88,7 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
         tile=tile,
         score=fold(plan.score),
         mask=fold(plan.mask),
-        lengths=interval or existing(plan, operands)[1] is not None,
+        lengths=interval or key_lengths is not None,
         page=plan.page,
         stored_pages=operands.key.shape[0] if plan.page else 0,
     )

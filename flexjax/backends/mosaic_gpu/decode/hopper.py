@@ -7,40 +7,31 @@ rows hopper_byte_consumer.py). items.py assigns chunks to CTAs; call.py prepares
 results of all chunks. lab/notes/decode.md estimates the speed.
 """
 
-import jax
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.decode.call import merged, partial_results, prepared
+from flexjax.backends.mosaic_gpu.decode.call import run
 from flexjax.backends.mosaic_gpu.decode.hopper_byte_consumer import ByteConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_producer import DecodeProducer
 from flexjax.backends.mosaic_gpu.decode.hopper_tiles import DecodeScratch, DecodeTile, decode_scratch
-from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs
+from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.machine import clipped_copies
 from flexjax.backends.mosaic_gpu.machine.branch import when
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, launch
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
     """Runs the decode kernel and merges its partial results, in the plan's layout; the plan must not be refused."""
-    setup, inputs, query_lengths = prepared(plan, operands, tile)
 
-    def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]) -> None:
+    def kernel(
+        setup: DecodeSetup, inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]
+    ) -> None:
         clipped_copies.clip_rows()
         role = lax.axis_index("wg")
         consumer = ByteConsumer if tile.transposed else DecodeConsumer
         when(role < tile.groups)(consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(DecodeProducer(setup, inputs, scratch).run)
 
-    results: DecodeOutputs[jax.Array] = launch(
-        kernel,
-        inputs,
-        partial_results(setup, inputs.query),
-        decode_scratch(tile, plan.dtype),
-        name="flexjax_forward_decode",
-        programs=setup.items.programs,
-        warpgroups=tile.groups + 1,
-        simulated=plan.options.interpret,
-    )
-    return merged(plan, setup, inputs.work, results, operands.sinks, query_lengths)
+    scratch, warpgroups = decode_scratch(tile, plan.dtype), tile.groups + 1
+    return run(plan, operands, tile, kernel, scratch, name="flexjax_forward_decode", warpgroups=warpgroups)

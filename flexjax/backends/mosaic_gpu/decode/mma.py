@@ -5,37 +5,27 @@ CTA is one warpgroup that copies and computes (mma_consumer.py, for 8-bit caches
 mma_byte_consumer.py), and an SM holds two of them where its shared memory allows.
 """
 
-import jax
-
-from flexjax.backends.mosaic_gpu.decode.call import merged, partial_results, prepared
+from flexjax.backends.mosaic_gpu.decode.call import run
 from flexjax.backends.mosaic_gpu.decode.mma_byte_consumer import MmaByteConsumer
 from flexjax.backends.mosaic_gpu.decode.mma_consumer import MmaDecodeConsumer
 from flexjax.backends.mosaic_gpu.decode.mma_tiles import MmaDecodeScratch, MmaDecodeTile, mma_decode_scratch
-from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs
+from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.machine.clipped_copies import clip_rows
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, launch
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.machine.mma_copies import Copies
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Results:
     """Runs the decode kernel on mma.sync and merges its partial results; the plan must not be refused."""
-    setup, inputs, query_lengths = prepared(plan, operands, tile)
     copies = Copies(tile.copying, tile.groups, None)
 
-    def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: MmaDecodeScratch[Ref]) -> None:
+    def kernel(
+        setup: DecodeSetup, inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: MmaDecodeScratch[Ref]
+    ) -> None:
         clip_rows()
         consumer = MmaByteConsumer if tile.transposed else MmaDecodeConsumer
         consumer(setup, inputs, outputs, tile, scratch, copies).run()
 
-    results: DecodeOutputs[jax.Array] = launch(
-        kernel,
-        inputs,
-        partial_results(setup, inputs.query),
-        mma_decode_scratch(tile, plan.dtype),
-        name="flexjax_forward_decode_mma",
-        programs=setup.items.programs,
-        warpgroups=1,
-        simulated=plan.options.interpret,
-    )
-    return merged(plan, setup, inputs.work, results, operands.sinks, query_lengths)
+    scratch = mma_decode_scratch(tile, plan.dtype)
+    return run(plan, operands, tile, kernel, scratch, name="flexjax_forward_decode_mma", warpgroups=tile.groups)

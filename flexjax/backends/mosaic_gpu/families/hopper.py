@@ -121,11 +121,9 @@ class Hopper:
 
             return decode_hopper.forward(plan, operands, dataclasses.replace(decode, programs=sms))
         from flexjax.backends.mosaic_gpu.forward import hopper as forward_hopper
-        from flexjax.backends.mosaic_gpu.forward import pages as forward_pages
 
-        pages = forward_pages.key_pages(plan, operands) if plan.page else None
         tile = dataclasses.replace(choose_kernel.forward_kernel(plan), programs=sms)
-        return forward_hopper.forward(plan, operands, tile, pages)
+        return forward_hopper.forward(plan, operands, tile)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs) -> Gradients:
         from flexjax.backends.mosaic_gpu.families import hopper_backward

@@ -125,10 +125,8 @@ class Mma:
     def forward_by_tiles(self, plan: KernelPlan, operands: Operands, sms: int) -> Results:
         """Runs the forward kernel, for calls that the decode kernel does not run."""
         from flexjax.backends.mosaic_gpu.forward import mma as forward_mma
-        from flexjax.backends.mosaic_gpu.forward import pages as forward_pages
 
-        pages = forward_pages.key_pages(plan, operands, self.card.copying) if plan.page else None
-        return forward_mma.forward(plan, operands, forward_mma_tiles.forward_tile(plan, self.card), pages)
+        return forward_mma.forward(plan, operands, forward_mma_tiles.forward_tile(plan, self.card))
 
     def backward(self, plan: KernelPlan, given: BackwardInputs) -> Gradients:
         from flexjax.backends.mosaic_gpu.families import mma_backward

@@ -65,12 +65,10 @@ class Tcgen05(Mma):
         return f"dQ and dK/dV {TILE} x {TILE} by tcgen05{', dK/dV in pairs of CTAs' if tiles.pairs else ''}"
 
     def forward_by_tiles(self, plan: KernelPlan, operands: Operands, sms: int) -> Results:
-        from flexjax.backends.mosaic_gpu.forward import pages as forward_pages
         from flexjax.backends.mosaic_gpu.forward import tcgen05 as forward_tcgen05
 
-        pages = forward_pages.key_pages(plan, operands, self.card.copying) if plan.page else None
         tile = dataclasses.replace(forward_tcgen05_tiles.forward_tile(plan), programs=sms)
-        return forward_tcgen05.forward(plan, operands, tile, pages)
+        return forward_tcgen05.forward(plan, operands, tile)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs) -> Gradients:
         from flexjax.backends.mosaic_gpu.families import mma_backward

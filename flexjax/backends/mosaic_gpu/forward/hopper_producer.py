@@ -100,7 +100,7 @@ class Producer:
             start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
             slots.acquire(name, free, slot)
             if inputs.pages is not None:
-                paged = PagedTile(plan, tile.page_rows, self.setup.stored_pages, item.b, kv_head, start)
+                paged = PagedTile(plan, tile.page_rows, item.b, kv_head, start)
                 last_page = inputs.pages.values if name == "value" else None
                 paged.copy(inputs.pages, source, last_page, ring.at[slot], full.at[slot])
                 return

@@ -8,6 +8,7 @@ Numbers that were chosen by measurement are explained in lab/logs/hopper.md. Not
 """
 
 import dataclasses
+import math
 import typing
 
 from flexjax.analysis.patterns import fills_registers
@@ -248,11 +249,12 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
         ):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
+            page_rows = math.gcd(plan.page, keys) if plan.page else 0
             for stages, value_stages, slots in (*_rings(plan, size), *((ONE_SLOT,) if parts > 1 else ())):
                 if plan.options.num_stages not in (None, stages):
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, slots)
-                tile = ForwardTile(groups, 64, keys, *ring)
+                tile = ForwardTile(groups, 64, keys, *ring, page_rows=page_rows)
                 tile = dataclasses.replace(
                     tile, parts=parts, ctas=ctas, float8=plan.float8, **_pipeline_defaults(plan, size, groups)
                 )

@@ -154,7 +154,7 @@ class MmaRows(QueryRows[MmaForwardTile]):
             head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
             if self.inputs.pages is not None:
                 last_page = self.inputs.pages.values if ring == "value" else None
-                paged = PagedTile(plan, tile.page_rows, self.setup.stored_pages, item.b, head, start)
+                paged = PagedTile(plan, tile.page_rows, item.b, head, start)
                 self._copy_pages(paged, source, last_page, target.at[slot], None if full is None else full.at[slot])
                 return
             rows = rows_of(source, plan.layout, item.b, head, start, tile.block_kv)

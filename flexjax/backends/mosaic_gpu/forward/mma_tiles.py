@@ -50,10 +50,6 @@ class MmaForwardTile:
         """Copies of all warpgroups that fill one slot of keys or of values."""
         return self.block_kv // self.page_rows if self.page_rows else self.groups
 
-    def in_pages(self, page: int) -> "MmaForwardTile":
-        """The configuration for keys in pages of `page` tokens."""
-        return dataclasses.replace(self, page_rows=math.gcd(page, self.block_kv // self.groups))
-
     @property
     def threads(self) -> int:
         return self.groups * WARPGROUP
@@ -122,10 +118,12 @@ def forward_candidates(plan: KernelPlan, card: Card) -> tuple[MmaForwardTile, ..
         for block_kv in keys:
             if not _allowed(block_kv, options.block_kv, blocks and blocks.block_kv):
                 continue
+            page_rows = math.gcd(plan.page, block_kv // groups) if plan.page else 0
             for stages in (2, 1, 3):
                 if options.num_stages not in (None, stages):
                     continue
-                found.append(MmaForwardTile(groups, rows, block_kv, stages, head_dim, value_dim, card.copying))
+                sizes = (groups, rows, block_kv, stages, head_dim, value_dim)
+                found.append(MmaForwardTile(*sizes, card.copying, page_rows=page_rows))
     fitting = [tile for tile in found if tile.resident_ctas(card)]
     order = {(tile.groups, tile.rows): n for n, tile in reversed(list(enumerate(fitting)))}
     # Of tiles with as many queries, those of which an SM holds two CTAs come first: one multiplies while the other does

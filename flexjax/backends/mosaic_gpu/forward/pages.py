@@ -41,7 +41,7 @@ class KeyPages(typing.NamedTuple, typing.Generic[Part]):
     values: Part | None  # [B, page, M, E]: values of the page of the last key, 0 past it; None with cp.async
 
 
-def key_pages(plan: KernelPlan, operands: Operands, copying: Copying = "tma") -> KeyPages[jax.Array]:
+def _key_pages(plan: KernelPlan, operands: Operands, copying: Copying) -> KeyPages[jax.Array]:
     """The arrays of KeyPages, made by XLA before the kernel, of a call with key lengths."""
     pages, lengths = operands.pages, operands.lengths
     assert lengths is not None
@@ -71,13 +71,10 @@ def _last_keys(plan: KernelPlan, value: jax.Array, column: jax.Array, end: jax.A
 
 
 def pools_for(
-    plan: KernelPlan,
-    operands: Operands,
-    pages: KeyPages[jax.Array],
-    dims: tuple[int, int],
+    plan: KernelPlan, operands: Operands, dims: tuple[int, int], copying: Copying
 ) -> tuple[jax.Array, jax.Array, KeyPages[jax.Array]]:
-    """(pool of keys, pool of values, `pages`) as a kernel reads them, with head dims padded to `dims`."""
-    simulated = plan.options.interpret
+    """(pool of keys, pool of values, what comes beside) as a kernel reads them, with head dims padded to `dims`."""
+    pages, simulated = _key_pages(plan, operands, copying), plan.options.interpret
     more = ((0, 1 if simulated else 0), (0, 0), (0, 0), (0, 0))
     pools = zip((operands.key, operands.value), dims, strict=True)
     if pages.number is None:
@@ -100,7 +97,6 @@ class PagedTile(typing.NamedTuple):
 
     plan: KernelPlan
     page_rows: int  # keys of a part, which divide a page and a tile
-    stored: int  # pages of the pool; not read for contiguous keys
     b: Scalar  # batch entry
     h: Scalar  # key head
     start: Scalar  # first key of the tile
@@ -114,7 +110,7 @@ class PagedTile(typing.NamedTuple):
         for n in range(target.shape[0] // self.page_rows):
             place = self._place(pages, n)
             # Where nothing exists, rows past the end of the array are read, for which TMA gives zeros.
-            copied = self._rows(source, pages, place, i32(self.stored), i32(_past_end(self.plan)))
+            copied = self._rows(source, pages, place, i32(self.plan.stored_pages), i32(_past_end(self.plan)))
             part = target.at[pl.ds(n * self.page_rows, self.page_rows)]
             if last_page is None:
                 plgpu.copy_gmem_to_smem(copied, part, full)
@@ -145,7 +141,7 @@ class PagedTile(typing.NamedTuple):
         if pages.number is None:
             return _Place(key, column, row, column, key < pages.end[self.b])
         number = pages.number[self.b, lax.min(column, i32(pages.number.shape[1] - 1))]
-        read = (key < pages.end[self.b]) & (number >= 0) & (number < self.stored)
+        read = (key < pages.end[self.b]) & (number >= 0) & (number < self.plan.stored_pages)
         return _Place(key, column, row, number, read)
 
 

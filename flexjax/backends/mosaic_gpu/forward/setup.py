@@ -19,7 +19,7 @@ AnyTile = typing.TypeVar("AnyTile", bound=ScheduledTile)  # the configuration of
 
 
 class ForwardInputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands in global memory. Lengths T, S and head dims D, E are padded (arrays.py)."""
+    """Operands in global memory. Lengths T, S and head dims D, E are padded (launch.py)."""
 
     query: Part  # [parts * B, T, N, D] or [parts * B, N, T, D], parts as in machine/float_parts.py
     key: Part  # [parts * B, S, M, D] or [parts * B, M, S, D]; in pages [P, page, M, D]
@@ -49,8 +49,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
 
     plan: KernelPlan
     tile: AnyTile
-    staged: ir.Load | None  # the load of the score program that goes through shared memory
-    stored_pages: int = 0  # pages of the pool, where the kernel reads keys in pages
+    staged: ir.Load | None = None  # the load of the score program that goes through shared memory
 
     @property
     def scheduler(self) -> TileScheduler:

@@ -122,7 +122,7 @@ class IssuingWarps:
         start = self.setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
         plgpu.barrier_wait(free.at[slot])
         if inputs.pages is not None:
-            paged = PagedTile(plan, tile.page_rows, self.setup.stored_pages, item.b, head, start)
+            paged = PagedTile(plan, tile.page_rows, item.b, head, start)
             last_page = inputs.pages.values if name == "value" else None
             paged.copy(inputs.pages, source, last_page, ring.at[slot], full.at[slot])
             return

@@ -65,10 +65,6 @@ class Tcgen05ForwardTile:
         """Copies that fill one slot of keys or of values."""
         return self.block_kv // self.page_rows if self.page_rows else 1
 
-    def in_pages(self, page: int) -> "Tcgen05ForwardTile":
-        """The configuration for keys in pages of `page` tokens."""
-        return dataclasses.replace(self, page_rows=math.gcd(page, self.block_kv))
-
     @property
     def fits(self) -> bool:
         """Whether a CTA has room for this configuration in shared memory and in tensor memory."""
@@ -162,10 +158,11 @@ def forward_candidates(plan: KernelPlan) -> tuple[Tcgen05ForwardTile, ...]:
             stages = (options.num_stages,) if options.num_stages is not None else (3, 2, 1)
             persistent = groups > 1 and blocks is None
             polynomials = POLYNOMIALS if plan.dropout is None else 0
+            page_rows = math.gcd(plan.page, block_kv) if plan.page else 0
             one = Tcgen05ForwardTile(
                 groups, block_kv, 1, head_dim, value_dim, polynomials=polynomials, persistent=persistent
             )
-            found += [dataclasses.replace(one, stages=n) for n in stages]
+            found += [dataclasses.replace(one, stages=n, page_rows=page_rows) for n in stages]
     return tuple(tile for tile in found if tile.fits)
 
 

@@ -1,0 +1,123 @@
+"""What surrounds every forward kernel: the operands as it reads them, its launch, and the call's results.
+
+A family file gives its kernel, its scratch, and what its operands have of their own.
+"""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_gpu.forward import tile_scheduler
+from flexjax.backends.mosaic_gpu.forward.pages import pools_for
+from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
+from flexjax.backends.mosaic_gpu.forward.tile_scheduler import MaskRows
+from flexjax.backends.mosaic_gpu.machine import memory
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad
+from flexjax.backends.mosaic_gpu.machine.mma_cards import Copying
+from flexjax.integers import round_up
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+
+
+def inputs_for(
+    setup: ForwardSetup[AnyTile], operands: Operands, unit: int = 1, copying: Copying = "tma"
+) -> ForwardInputs[jax.Array]:
+    """The operands as a kernel reads them; pools of pages, where `plan.page` asks for them, take the place of key and
+    value.
+
+    unit   lengths are padded to multiples of so many rows
+    """
+    plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
+    lengths = q_length, kv_length = _padded_lengths(setup, unit)
+    head_dim, value_dim = tile.head_dim * tile.ctas, tile.value_dim * tile.ctas
+    padded = lambda x, length, dim: pad(x, plan.layout, length, dim)
+    if plan.page:
+        key, value, pages = pools_for(plan, operands, (head_dim, value_dim), copying)
+    else:
+        key, value = padded(operands.key, kv_length, head_dim), padded(operands.value, kv_length, value_dim)
+        pages = None
+    captures = lambda arrays: tuple(memory.kernel_operand(x) for x in arrays)
+    score, counter = captures(operands.score_captures), None
+    if plan.options.interpret:
+        # The simulator does not fill in zeros past the end of an array.
+        whole = None if setup.staged is None else setup.staged.capture
+        score = tuple(_whole_tiles(x, lengths) if n == whole else x for n, x in enumerate(score))
+    elif tile.dynamic_scheduler:
+        counter = typing.cast(jax.Array, jax.new_ref(tile_scheduler.new_counter(scheduler.programs)))
+    return ForwardInputs(
+        query=padded(operands.query, q_length, head_dim),
+        key=key,
+        value=value,
+        sinks=operands.sinks,
+        mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
+        score=score,
+        mask=captures(operands.mask_captures) if plan.mask is not None else (),
+        dropout=captures(operands.dropout_captures),
+        counter=counter,
+        origin=() if operands.origin is None else tuple(operands.origin),
+        pages=pages,
+    )
+
+
+def run(
+    setup: ForwardSetup[AnyTile],
+    inputs: ForwardInputs[jax.Array],
+    kernel: Callable[..., None],
+    scratch: tuple,
+    *,
+    name: str,
+    warpgroups: int,
+) -> Results:
+    """Launches `kernel(inputs, outputs, scratch)` as `kernel_parts.launch` says; the results in the plan's layout."""
+    plan, tile, scheduler, like = setup.plan, setup.tile, setup.scheduler, inputs.query
+    stats = output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, like)
+    out = output((plan.batch, *like.shape[1:3], tile.value_dim * tile.ctas), plan.dtype, like)
+    max_scores, rounding = stats if plan.max_scores else None, out if plan.writes_rounding else None
+    outputs: ForwardOutputs[jax.Array] = launch(
+        kernel,
+        inputs,
+        ForwardOutputs(out, stats, max_scores, rounding),
+        scratch,
+        name=name,
+        programs=scheduler.programs,
+        warpgroups=warpgroups,
+        simulated=plan.options.interpret,
+        ctas=tile.ctas,
+    )
+    return _results_from(plan, outputs)
+
+
+def _padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
+    """(queries, keys) that the operands are padded to, multiples of `unit` rows."""
+    plan, tile = setup.plan, setup.tile
+    if not plan.options.interpret:
+        # More keys than queries, as in a cache, keep their number: padding them would copy them.
+        more_keys = plan.kv_len > plan.q_len
+        return round_up(plan.q_len, unit), plan.kv_len if more_keys else round_up(plan.kv_len, unit)
+    # The simulator does not fill in zeros past the end of an array.
+    keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
+    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
+
+
+def _whole_tiles(x: jax.Array, lengths: tuple[int, int]) -> jax.Array:
+    """`x` [..., T, S] with zeros appended up to the two lengths; a longer dimension stays as it is."""
+    widths = [(0, max(0, length - size)) for length, size in zip(lengths, x.shape[-2:], strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
+
+
+def _results_from(plan: KernelPlan, outputs: ForwardOutputs[jax.Array]) -> Results:
+    """What the kernel wrote, padding cut off, in the plan's layout."""
+    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
+    cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
+
+    def statistic(x: jax.Array) -> jax.Array:
+        x = x[:, :, : plan.q_len]
+        return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
+
+    return Results(
+        cut(outputs.out),
+        statistic(outputs.lse),
+        None if outputs.max_scores is None else statistic(outputs.max_scores),
+        None if outputs.rounding is None else cut(outputs.rounding),
+    )
