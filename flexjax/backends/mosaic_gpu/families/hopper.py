@@ -29,7 +29,8 @@ class Hopper:
     kernels = "The GPU kernels"
 
     def refuses(self, plan: KernelPlan) -> str | None:
-        plan, options = kernel_plan(plan, self), plan.options
+        options, of_backward = plan.options, kernel_plan(plan, self, backward=True)
+        plan = kernel_plan(plan, self)
         if not forward_hopper_tiles.forward_candidates(plan):
             asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
             return (
@@ -40,8 +41,8 @@ class Hopper:
                     "to 4, dividing the mask's blocks."
                 )
             )
-        reason = backward_hopper_tiles.refuses(plan)
-        if reason is None and not hopper_dq_tiles.dq_fits(plan, backward_hopper_tiles.NO_DENSE_BIAS):
+        reason = backward_hopper_tiles.refuses(of_backward)
+        if reason is None and not hopper_dq_tiles.dq_fits(of_backward, backward_hopper_tiles.NO_DENSE_BIAS):
             asked = f" with block_q_bwd={options.block_q_bwd}" if options.block_q_bwd else ""
             return f"No tile of the dQ kernel fits {plan.dtype} head dims {plan.head_dim} and {plan.value_dim}{asked}."
         return reason
