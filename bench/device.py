@@ -47,8 +47,8 @@ def measure_all(
     peers      names of the peers
     groups     the peers and REFERENCE, in groups whose processes run at the same time, one group after the other; each peer is in one of
                them
-    until      time.time() at which processes are ended; a workload that is not measured by then has {"failed": "not reached in the time
-               given"}
+    until      time.time() at which processes are ended, each group after an equal share of what is left; a workload that is not measured
+               by then has {"failed": "not reached in the time given"}
     say        called five times a second with a line about what runs now, such as "flexjax: causal d128, jax.nn: causal d64"
 
     Returns (rows, facts). facts: device and versions by name. rows: for each workload and each of its passes {"problem": its name,
@@ -58,14 +58,16 @@ def measure_all(
     """
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, dict[str, Row]] = {}
-        for group in groups:
+        for done, group in enumerate(groups):
+            now = time.time()
+            end = now + (until - now) / (len(groups) - done)  # so that a slow peer leaves time for the others
             children = {
                 peer: PeerProcess(suite, peer, [p for p in problems if not p.skipped(peer)], folder) for peer in group
             }
             while any(child.running for child in children.values()):
                 time.sleep(0.2)
                 for child in children.values():
-                    child.poll_results(until)
+                    child.poll_results(end)
                 say(", ".join(f"{peer}: {child.now}" for peer, child in children.items() if child.running))
             found |= {peer: child.results for peer, child in children.items()}
         facts: Row = {}

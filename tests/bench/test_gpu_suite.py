@@ -1,6 +1,7 @@
 """The gpu suite without a GPU: its workloads, its float32 reference, its table."""
 
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,29 @@ def test_other_processes_on_the_device_are_told(tmp_path, monkeypatch, capsys):
     assert command.main(["--suite", "gpu-tiny"]) == 0
 
 
+def test_a_slow_peer_leaves_time_for_the_others(monkeypatch):
+    ends = {}
+
+    class Slow:
+        now, running, results = "", True, {}
+
+        def __init__(self, suite, peer, problems, folder):
+            self.peer, self.results = peer, {}
+
+        def poll_results(self, until):
+            self.running = time.time() < until
+            ends[self.peer] = until
+
+    monkeypatch.setattr(device, "PeerProcess", Slow)
+    monkeypatch.setattr(device, "_peer_result", lambda *_: {})
+    start = time.time()
+    device.measure_all("gpu-tiny", [], ["a", "b"], [["a"], ["b"]], start + 1.2, lambda _: None)
+    assert ends["a"] == pytest.approx(start + 0.6, abs=0.1)
+    assert ends["b"] == pytest.approx(start + 1.2, abs=0.1)
+
+
 @pytest.mark.slow
-def test_the_command(capsys):
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(device, "other_processes", lambda: [])
     assert command.main(["--suite", "gpu-tiny", "--peers", "flexjax", "--together", "--minutes", "5"]) == 0
     assert "| learned pair 128 | backward |" in capsys.readouterr().out
