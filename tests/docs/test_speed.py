@@ -54,5 +54,5 @@ def test_a_table_that_is_not_there_is_an_error() -> None:
         dataclasses.replace(table, section="## Beside nobody").read()
     with pytest.raises(ValueError, match="asked for number 99"):
         dataclasses.replace(table, number=99).read()
-    with pytest.raises(ValueError, match=r"Table 2 of .* has the commands \[\], expected one"):
+    with pytest.raises(ValueError, match=r"Table 1 of .* has the commands \[\], expected one"):
         dataclasses.replace(docs_speed.SWEEP, command=None).read()
