@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flexjax import partition
+from flexjax.backends import target as targets
 from flexjax.context.context_parallel import ContextCall, Tables, Visitors
 from flexjax.parallel.split import (
     Split,
@@ -33,7 +34,7 @@ from flexjax.parallel.split import (
 from flexjax.partition import Mesh, Names, NoRule, Rule, Spec, explicit_names
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import BlockLists, Operands
-from flexjax.plan.tuned import plan_text, versions
+from flexjax.plan.tuned import call_text
 
 Array = jax.Array
 Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
@@ -205,7 +206,8 @@ def lower_with_rule(
 
     Raises NotImplementedError where XLA asks no partitioning rule, and for a mesh without the axes of the sequence.
     """
-    how = partition.how_split(ctx, ctx.module_context.platforms[0])
+    target = targets.of_lowering(ctx, ctx.module_context.platforms[0])
+    how = partition.how_split(ctx, target.platform)
     if isinstance(how, NoRule):
         raise NotImplementedError(
             "A call with context= over automatic mesh axes needs a partitioning rule of XLA, which exported programs, "
@@ -227,7 +229,7 @@ def lower_with_rule(
     arguments, results = auto.dims()
     derivative = None if call.problem.derivative is None else call.problem.derivative.key
     static = [getattr(call, f.name) for f in dataclasses.fields(call) if f.name != "problem"]
-    text = (versions(), primitive.name, plan_text(call.plan), derivative, str(static), sorted(params.items()))
+    text = (primitive.name, call_text(call.plan, target.kind), derivative, str(static), sorted(params.items()))
     rule = Rule(
         arguments,
         results,

@@ -27,7 +27,7 @@ from flexjax.parallel.split import (
 )
 from flexjax.partition import Mesh, Rule, Spec
 from flexjax.plan.problem import Problem
-from flexjax.plan.tuned import plan_text, versions
+from flexjax.plan.tuned import call_text
 
 Array = jax.Array
 
@@ -61,8 +61,8 @@ class SplitPrimitive:
         return gradients_of_parts(problem, split, flat, places, results, specs, (*split.batch, *split.heads))
 
 
-def rule_of(call: SplitPrimitive, mesh: Mesh) -> Rule:
-    """The partitioning rule of one primitive of passes/autodiff.py on a mesh of automatic axes."""
+def rule_of(call: SplitPrimitive, mesh: Mesh, device: str | None) -> Rule:
+    """The partitioning rule of a primitive of passes/autodiff.py on a mesh of automatic axes, on devices of a kind."""
     problem, plan = call.problem, call.problem.plan
     arguments, results = call.dims()
 
@@ -73,9 +73,8 @@ def rule_of(call: SplitPrimitive, mesh: Mesh) -> Rule:
 
     derivative = None if problem.derivative is None else problem.derivative.key
     parts = (
-        versions(),
         call.primitive.name,
-        plan_text(plan),
+        call_text(plan, device),
         derivative,
         problem.implementation,
         sorted(call.params.items()),

@@ -109,7 +109,7 @@ def make_primitive(
                 # asked here, because a refusal that the partitioner meets is an internal error of XLA
                 dispatch.choose(problem.plan, problem.implementation, target)
                 shared = dataclasses.replace(problem, settings=partition.settings_now())
-                rule = auto_axes.rule_of(auto_axes.SplitPrimitive(primitive, shared, params), how)
+                rule = auto_axes.rule_of(auto_axes.SplitPrimitive(primitive, shared, params), how, target.kind)
                 whole = functools.partial(primitive.bind, problem=problem, **params)
                 return partition.lower_with_rule(ctx, how, whole, rule, flat)
             run = choose(target, problem=problem, **params)

@@ -52,7 +52,9 @@ Entries = dict[str, dict[str, typing.Any]]
 
 
 def plan_text(plan: KernelPlan) -> str:
-    """The plan and its options without tiles, as text that is the same in every process, to be hashed."""
+    """The plan and its options without tiles and `split`, as text that is the same in every process, to be hashed: not
+    a name of the program (`call_text`).
+    """
     options = plan.options
     # fields that have their default are left out, so that a field which a later version adds changes no text
     fields = [f.name for f in dataclasses.fields(plan) if f.name != "options" and getattr(plan, f.name) != f.default]
@@ -61,6 +63,13 @@ def plan_text(plan: KernelPlan) -> str:
     lines += [] if options.instruction is None else [f"instruction: {options.instruction}"]
     lines += ["cta_pairs: True"] if options.cta_pairs else []
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
+
+
+def call_text(plan: KernelPlan, device: str | None) -> tuple[object, ...]:
+    """What decides how the passes of a plan run on devices of this kind, the same in every process."""
+    measured = {} if device is None or device in WITHOUT_TILES else _of_user(*state())
+    of_file = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
+    return versions(), plan_text(plan), repr(plan.options), of_file
 
 
 def summary(plan: KernelPlan) -> str:

@@ -213,8 +213,10 @@ def run_programs() -> Outcome:
     """The call of the rule in programs as they are lowered."""
     where = NamedSharding(mesh_of(), P("x"))
 
-    def calls(scale: float, sharding: Any = where, around: Callable = lambda f: f) -> list[str]:
-        run = around(lambda x: flexjax.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * scale))
+    def calls(scale: float, sharding: Any = where, around: Callable = lambda f: f, **tiles: Any) -> list[str]:
+        options = flexjax.KernelOptions(**tiles)
+        mod = lambda s, b, h, i, j: s * scale
+        run = around(lambda x: flexjax.flex_attention(x, x, x, score_mod=mod, kernel_options=options))
         x = jax.ShapeDtypeStruct((B, T, N, D), jnp.float32, sharding=sharding)
         lowered = jax.jit(run).lower(x).as_text()
         assert lowered.count("CustomSPMDPartitioning") == lowered.count("flexjax_call")
@@ -227,6 +229,7 @@ def run_programs() -> Outcome:
         "count": len(again),
         "same": again == calls(2.0),
         "others": again != others,
+        "tiles": len({*again, *calls(2.0, block_q=8), *calls(2.0, block_kv_bwd=8), *calls(2.0, split=2)}),
         "one device": calls(2.0, one),
         "shard_map": calls(2.0, where, mapped),
     }
@@ -351,7 +354,14 @@ def test_what_is_gathered_is_said_once(slow_outcomes: dict[str, Outcome]) -> Non
 
 def test_programs_have_the_rule_where_xla_splits_them(outcomes: dict[str, Outcome]) -> None:
     """The call names what it computes, because its address is all that the text of the program has of it."""
-    assert outcomes["programs"] == {"count": 1, "same": True, "others": True, "one device": [], "shard_map": []}
+    assert outcomes["programs"] == {
+        "count": 1,
+        "same": True,
+        "others": True,
+        "tiles": 4,
+        "one device": [],
+        "shard_map": [],
+    }
 
 
 @pytest.mark.slow
