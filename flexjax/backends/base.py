@@ -8,8 +8,8 @@ To add a backend:
   4. `rewrites` says which other call runs in place of a plan (plan/rewrite.py). `forward` and `backward` take the plan
      of the last one, its operands and the target, and return what `Results` and `Gradients` document. `lowering`
      returns a context in which they are lowered; most backends return contextlib.nullcontext().
-  5. Import only plan, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this folder base,
-     target and tile_math; never attention, dispatch or another backend.
+  5. Import only plan, rewrites, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this
+     folder base, target and tile_math; never attention, dispatch or another backend.
   6. Name it in `passes/dispatch.py`'s table, and add a thin test file that puts it through
      `tests/backends/conformance.py`.
 """
@@ -35,7 +35,7 @@ def rule_not_linear(hardware: str) -> str:
     )
 
 
-def refuses_gpu_only(name: str, plan: KernelPlan) -> str | None:
+def refuses_float8_and_instruction(name: str, plan: KernelPlan) -> str | None:
     """The refusal, by the backend `name`, of what only the kernels of a GPU do; None where the plan asks for nothing of
     that.
     """

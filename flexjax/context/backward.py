@@ -37,7 +37,7 @@ class Backward(OnDevice):
     gets a gradient. `travels` are the indices, among the wanted gradients, of those over keys.
 
     `sums` and its variants return the wanted gradients of all operands but the sinks, in the order of Operands.movable
-    and in the score dtype. The caller sums those of captured arrays over devices.
+    and in the score dtype. axes.py, or the transpose of shard_map, sums those of captured arrays over devices.
     """
 
     def backward(
@@ -47,8 +47,8 @@ class Backward(OnDevice):
 
         out, lse   over all keys, [B, T, N, E] and [B, T, N] or, for BNTH, [B, N, T, E] and [B, N, T]; d_lse None: zero
 
-        out is in float32 if the plan returns rounding. The caller sums gradients of sinks and captured arrays over
-        devices.
+        out is in float32 if the plan returns rounding. axes.py, or the transpose of shard_map, sums gradients of sinks
+        and captured arrays over devices.
         """
         # without the barrier XLA finds that the forward pass received the same keys, and keeps them in memory until now
         own, d_out = lax.optimization_barrier((self.own.arrays, d_out))

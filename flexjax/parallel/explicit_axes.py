@@ -2,7 +2,8 @@
 
 Explicit axes (AxisType.Explicit) are those whose splits are part of the types of arrays. `split_work` runs the call
 inside `jax.shard_map` over the axes that split the batch and heads of query. Arrays that are split otherwise are
-resharded on the way in, and the results to the split of query. The gradients follow from shard_map.
+resharded on the way in, and the results to the split of query. The gradient of an array that devices share is summed
+by the transpose of the cast in varying.py, which `run` makes.
 """
 
 import functools

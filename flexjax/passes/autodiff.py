@@ -56,7 +56,7 @@ def attention(problem: Problem, operands: Operands) -> Results:
 
 def _run(problem: Problem, operands: Operands) -> Results:
     """Binds the primitive `forward` to operands that no explicit mesh axis splits; its errors come later."""
-    # inside shard_map
+    # inside shard_map; the transpose of this cast sums the gradients of arrays that devices share
     flat = varying_alike(jax.tree.leaves(operands))
     out, lse, *top = _bind_forward(*flat, problem=problem)
     return Results(out, lse, top[0] if problem.plan.max_scores else None)

@@ -5,7 +5,9 @@ known: a call runs where its arrays are. `runs_everywhere` is asked before. Each
 sentence; the sentences are kept for errors, for `explain` and for the warning of a fallback: a call on a GPU or TPU
 runs outside of its kernels.
 
-Which of its kernels a backend launches is the backend's own choice.
+Two rewrites are decided here and not by a backend: a float8 call that a backend refuses is asked again in 16 bits
+(rewrites/float8.py), and a dilated mask is split by residues (rewrites/residues.py). Which of its kernels a backend
+launches is the backend's own choice.
 
 A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the
 derivative program of score_mod and the backends to ask (plan/problem.py).
@@ -193,7 +195,7 @@ def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
 
     Raises NotImplementedError with each refusal if no backend accepts.
     """
-    return _split(_whole(plan, implementation, target))
+    return _by_residues(_whole(plan, implementation, target))
 
 
 def _whole(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target) -> Run:
@@ -211,7 +213,7 @@ def _whole(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
     raise _none_accepts(refusals)
 
 
-def _split(run: Run) -> Run:
+def _by_residues(run: Run) -> Run:
     """The run split by residues, if its plan says how and the backend accepts the split plan; else the run itself."""
     step = None if run.backend.name == REFERENCE else residues.rewrite(run.plan)
     if step is None or run.backend.refuses(step.plan, run.target) is not None:
@@ -237,7 +239,7 @@ def choose_backward(
     Raises NotImplementedError if no backend accepts the forward pass.
     """
     run = _whole(plan, implementation, target)
-    split = _split(run)
+    split = _by_residues(run)
     if split is not run:
         of_split = residues.split_derivative(run.plan, derivative)
         if run.backend.refuses_backward(split.plan, target, wanted, of_split) is None:
@@ -246,7 +248,7 @@ def choose_backward(
     if why is None:
         return run
     refusals = (*run.refusals, (run.backend.name, why))
-    return _split(Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals))
+    return _by_residues(Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals))
 
 
 def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:

@@ -48,7 +48,7 @@ class BlockLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Residues:
-    """How a call splits into calls of the tokens of one residue (rewrites/residues.py)."""
+    """How a call becomes one call with a head for each head and residue of a token (rewrites/residues.py)."""
 
     # the residue of token t is t % modulus
     modulus: int

@@ -45,7 +45,7 @@ def gathered(plan: KernelPlan, quantised_as: DTypeLike | None = None) -> Rewrite
     return Rewrite(contiguous_plan(plan), "pages: the keys and values of all pages of the table are gathered", operands)
 
 
-def in_16_bits(plan: KernelPlan) -> Rewrite:
+def widened_pools(plan: KernelPlan) -> Rewrite:
     """The call, whose cache is quantised, with pools in the plan's dtype, multiplied by their scales."""
 
     def operands(given: Operands) -> Operands:

@@ -153,7 +153,7 @@ def given_by(name: str) -> GIVEN:
 
 # ------------------------------------------------------------------- the property
 
-FORWARD_ONLY = {"join_heads", "pack_heads", "float8", "gathered", "in_16_bits"}
+FORWARD_ONLY = {"join_heads", "pack_heads", "float8", "gathered", "widened_pools"}
 REWRITES: dict[str, tuple[Callable[[KernelPlan], Rewrite | None], tuple[str, ...]]] = {
     "mask_blocks": (lambda p: mask_blocks.rewrite(p, 48, 80), ("window", "by_batch_and_head", "lists of a user")),
     "larger_blocks": (lambda p: larger_blocks.rewrite(p, GPU), ("window", "lists of a user")),
@@ -166,7 +166,7 @@ REWRITES: dict[str, tuple[Callable[[KernelPlan], Rewrite | None], tuple[str, ...
         ("every load of groups", "every load, heads first", "lengths at the end of groups", "a traced start", "one_query"),
     ),
     "gathered": (pages.gathered, ("pages", "pages of int8")),
-    "in_16_bits": (lambda p: pages.in_16_bits(p) if p.cache_dtype else None, ("pages of int8",)),
+    "widened_pools": (lambda p: pages.widened_pools(p) if p.cache_dtype else None, ("pages of int8",)),
     "float8": (lambda p: float8.rewrite(p, "") if p.float8 else None, ("float8",)),
 }  # fmt: skip
 

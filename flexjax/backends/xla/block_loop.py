@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flexjax.backends.xla.tile import Region
+from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile_sizes import TileSizes
 from flexjax.integers import cdiv
 from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow, region_of
-from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.region import Region
+from flexjax.backends.xla.tile import XlaTile
 from flexjax.backends.xla.tiled_operands import TiledOperands
 from flexjax.ir.evaluate import Values, evaluate
 from flexjax.ir.program import KV, Atom, Axes, Lit, Program, Q, Val, loops_of

@@ -25,7 +25,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.rewrites.pack_heads import pack_rows
 
 
-def run(
+def launch_decode(
     plan: KernelPlan,
     operands: Operands,
     tile: DecodeTile,

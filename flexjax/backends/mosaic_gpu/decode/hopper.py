@@ -9,7 +9,7 @@ results of all chunks. lab/notes/decode.md estimates the speed.
 
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.decode.call import run
+from flexjax.backends.mosaic_gpu.decode.call import launch_decode
 from flexjax.backends.mosaic_gpu.decode.hopper_byte_consumer import ByteConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_producer import DecodeProducer
@@ -34,4 +34,4 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
         when(role == tile.groups)(DecodeProducer(setup, inputs, scratch).run)
 
     scratch, warpgroups = decode_scratch(tile, plan.dtype), tile.groups + 1
-    return run(plan, operands, tile, kernel, scratch, name="flexjax_forward_decode", warpgroups=warpgroups)
+    return launch_decode(plan, operands, tile, kernel, scratch, name="flexjax_forward_decode", warpgroups=warpgroups)

@@ -5,7 +5,7 @@ CTA is one warpgroup that copies and computes (mma_consumer.py, for 8-bit caches
 mma_byte_consumer.py), and an SM holds two of them where its shared memory allows.
 """
 
-from flexjax.backends.mosaic_gpu.decode.call import run
+from flexjax.backends.mosaic_gpu.decode.call import launch_decode
 from flexjax.backends.mosaic_gpu.decode.mma_byte_consumer import MmaByteConsumer
 from flexjax.backends.mosaic_gpu.decode.mma_consumer import MmaDecodeConsumer
 from flexjax.backends.mosaic_gpu.decode.mma_tiles import MmaDecodeScratch, MmaDecodeTile, mma_decode_scratch
@@ -28,4 +28,6 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaDecodeTile) -> Result
         consumer(setup, inputs, outputs, tile, scratch, copies).run()
 
     scratch = mma_decode_scratch(tile, plan.dtype)
-    return run(plan, operands, tile, kernel, scratch, name="flexjax_forward_decode_mma", warpgroups=tile.groups)
+    return launch_decode(
+        plan, operands, tile, kernel, scratch, name="flexjax_forward_decode_mma", warpgroups=tile.groups
+    )

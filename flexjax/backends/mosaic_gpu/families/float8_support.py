@@ -1,5 +1,5 @@
-"""Which calls on float8 the kernels multiply as float8; for others the same call in bfloat16 is asked for
-(rewrites/float8.py).
+"""Which calls on float8 the kernels for Hopper multiply as float8; for others the same call in bfloat16 is asked for
+(rewrites/float8.py, from passes/dispatch.py).
 
 Nothing here imports Mosaic.
 """

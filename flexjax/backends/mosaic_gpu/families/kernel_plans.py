@@ -88,7 +88,7 @@ def _read_in_pages(plan: KernelPlan) -> Rewrite | None:
     others.
     """
     if choose_kernel.widens_pools(plan):
-        return pages.in_16_bits(plan)
+        return pages.widened_pools(plan)
     if choose_kernel.views_as_pages(plan):
         page = choose_kernel.VIEWED_PAGE
         made = dataclasses.replace(plan, page=page)

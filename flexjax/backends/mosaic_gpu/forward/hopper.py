@@ -12,7 +12,7 @@ from flexjax.backends.mosaic_gpu.forward import hopper_float8
 from flexjax.backends.mosaic_gpu.forward.hopper_consumer import Consumer
 from flexjax.backends.mosaic_gpu.forward.hopper_producer import Producer
 from flexjax.backends.mosaic_gpu.forward.hopper_tiles import ForwardScratch, ForwardTile, forward_scratch
-from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, run
+from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, launch_forward
 from flexjax.backends.mosaic_gpu.forward.setup import ForwardInputs, ForwardOutputs, HopperSetup
 from flexjax.backends.mosaic_gpu.machine import partial_sums
 from flexjax.backends.mosaic_gpu.machine.branch import when
@@ -37,7 +37,9 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         partial_sums.end(scratch.exchange)
 
     scratch = forward_scratch(tile, part_dtype(plan))
-    return run(setup, _inputs(setup, operands), kernel, scratch, name="flexjax_forward", warpgroups=tile.groups + 1)
+    return launch_forward(
+        setup, _inputs(setup, operands), kernel, scratch, name="flexjax_forward", warpgroups=tile.groups + 1
+    )
 
 
 def _inputs(setup: HopperSetup, operands: Operands) -> ForwardInputs[jax.Array]:

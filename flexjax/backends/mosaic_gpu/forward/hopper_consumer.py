@@ -2,7 +2,7 @@
 
     S = Q K^T           WGMMA, from shared memory
     score, mask         registers (programs/tile_programs.py); without mods only the scale, as part of the exponential
-    P, rescale          online_softmax.py
+    P, rescale          online_softmax.py, through rows.py
     out += P V          WGMMA, P from registers
 
 A step is one key tile. Steps of a work item (one query tile with the key tiles that it visits, tile_scheduler.py) are

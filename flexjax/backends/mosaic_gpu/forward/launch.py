@@ -60,7 +60,7 @@ def inputs_for(
     )
 
 
-def run(
+def launch_forward(
     setup: ForwardSetup[AnyTile],
     inputs: ForwardInputs[jax.Array],
     kernel: Callable[..., None],

@@ -5,7 +5,7 @@ A CTA computes one tile of queries of one head. All of its warpgroups copy and c
 another. mma_tiles.py chooses the configuration, and tile_scheduler.py orders the CTAs.
 """
 
-from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, run
+from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, launch_forward
 from flexjax.backends.mosaic_gpu.forward.mma_rows import MmaRows
 from flexjax.backends.mosaic_gpu.forward.mma_tiles import MmaForwardScratch, MmaForwardTile, forward_scratch
 from flexjax.backends.mosaic_gpu.forward.setup import ForwardInputs, ForwardOutputs, ForwardSetup
@@ -25,4 +25,4 @@ def forward(plan: KernelPlan, operands: Operands, tile: MmaForwardTile) -> Resul
         MmaRows.of(setup, inputs, outputs, scratch).compute()
 
     scratch = forward_scratch(tile, plan.dtype)
-    return run(setup, inputs, kernel, scratch, name="flexjax_forward_mma", warpgroups=tile.groups)
+    return launch_forward(setup, inputs, kernel, scratch, name="flexjax_forward_mma", warpgroups=tile.groups)

@@ -12,6 +12,9 @@ comparable.
 
 The *unit of references* is a score times log2(e), or a score for LargeScores and RowScaled. A part of the scores that
 is the same over the whole row (`Scaled.row_term`) does not change the probabilities: `finish` adds it to the reference.
+
+setup.py chooses the kind, consumers call it through `QueryRows.softmax` (rows.py); exponentials are those of
+machine/exponential.py, maxima and sums those of machine/thread_tiles.py.
 """
 
 import dataclasses

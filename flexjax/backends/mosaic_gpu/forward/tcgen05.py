@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, run
+from flexjax.backends.mosaic_gpu.forward.launch import inputs_for, launch_forward
 from flexjax.backends.mosaic_gpu.forward.setup import ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.forward.tcgen05_issue import IssuingWarps
 from flexjax.backends.mosaic_gpu.forward.tcgen05_rows import SoftmaxRows
@@ -40,4 +40,4 @@ def forward(plan: KernelPlan, operands: Operands, tile: Tcgen05ForwardTile) -> R
         when(role == tile.groups)(IssuingWarps(setup, inputs, scratch).run)
 
     inputs, scratch = inputs_for(setup, operands), forward_scratch(tile, plan.dtype)
-    return run(setup, inputs, kernel, scratch, name="flexjax_forward_tcgen05", warpgroups=tile.groups + 1)
+    return launch_forward(setup, inputs, kernel, scratch, name="flexjax_forward_tcgen05", warpgroups=tile.groups + 1)
