@@ -3,12 +3,15 @@
 The functions that are made have names such as "and_masks(causal, window)".
 """
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 
 import numpy as np
 from jax import Array
 
+from flexjax.errors import ModError, not_bool
 from flexjax.mod_tools.made_for import sizes_of
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, misplaced, named, other_kind, without_types
 from flexjax.types import MaskMod, ScoreMod
@@ -19,10 +22,10 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("and_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
-        kept = mask_mods[0](b, h, q_idx, kv_idx)
-        for other in mask_mods[1:]:
-            kept = kept & other(b, h, q_idx, kv_idx)
-        return kept
+        shown = [
+            _bool("and_masks", f"mask_mods[{n}]", mod, mod(b, h, q_idx, kv_idx)) for n, mod in enumerate(mask_mods)
+        ]
+        return functools.reduce(operator.and_, shown)
 
     return named(f"and_masks({_names(mask_mods)})", *sizes_of(*mask_mods))(mask_mod)
 
@@ -32,10 +35,8 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("or_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
-        kept = mask_mods[0](b, h, q_idx, kv_idx)
-        for other in mask_mods[1:]:
-            kept = kept | other(b, h, q_idx, kv_idx)
-        return kept
+        shown = [_bool("or_masks", f"mask_mods[{n}]", mod, mod(b, h, q_idx, kv_idx)) for n, mod in enumerate(mask_mods)]
+        return functools.reduce(operator.or_, shown)
 
     return named(f"or_masks({_names(mask_mods)})", *sizes_of(*mask_mods))(mask_mod)
 
@@ -45,7 +46,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     _check_one("not_mask", "mask_mod", mask_mod, MASK_ARGUMENTS)
 
     def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
-        kept = mask_mod(b, h, q_idx, kv_idx)
+        kept = _bool("not_mask", "mask_mod", mask_mod, mask_mod(b, h, q_idx, kv_idx))
         return not kept if isinstance(kept, bool) else ~kept  # ~True is -2
 
     return named(f"not_mask({_names((mask_mod,))})", *sizes_of(mask_mod))(opposite)
@@ -106,6 +107,14 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
             f"`{call}`: `{name}` is `{_name(mod)}{without_types(signature)}`; expected {wanted}, in this order. "
             "Arguments are given by position: order them so, or use other names."
         )
+
+
+def _bool(call: str, name: str, mod: MaskMod, kept: Array | bool) -> Array | bool:
+    """`kept`, what the argument `name` of the function `call` returned. Raises ModError if it is no bool."""
+    dtype = np.dtype(getattr(kept, "dtype", type(kept)))
+    if dtype != np.bool_:
+        raise ModError(not_bool(f"`{call}`: `{name}`, `{_name(mod)}`,", dtype))
+    return kept
 
 
 def _names(mods: tuple[Callable[..., object], ...]) -> str:

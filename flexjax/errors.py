@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from flexjax.mod_tools.numpy_arrays import unwrapped
 
@@ -50,6 +51,20 @@ def stacklevel_of_user() -> int:
 def kind_of(value: object) -> str:
     """What a value is, for a message: "an int", "a list", "an ndarray"; "None" for None."""
     return "None" if value is None else with_article(type(value).__name__)
+
+
+def not_bool(name: str, dtype: np.dtype) -> str:
+    """The message about a mask mod `name` whose result has another dtype."""
+    todo = "Compare explicitly, for example `value != 0`."
+    if np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16":
+        todo = (
+            "Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in "
+            "score_mod."
+        )
+    return (
+        f"{name} returned {with_article(dtype.name)}; expected a bool scalar, True where the query may look at the "
+        f"key. {todo}"
+    )
 
 
 def with_article(word: str) -> str:

@@ -46,13 +46,17 @@ TANH_APPROX_REACHES_ONE = 4.971786858528029
 """The point where numerator and denominator of `tanh_approx` are equal."""
 
 
-@jax.custom_jvp
 def tanh_approx(x: Array) -> Array:
     """x * (135135 + 17325 y + 378 y^2 + y^3) / (135135 + 62370 y + 3150 y^2 + 28 y^3),  y = x^2
 
     Lambert's continued fraction cut after the 13, up to abs(x) = 4.9718, where it reaches 1, and 1 beyond; its error is
     below 1e-4. Its derivative is set to `1 - tanh_approx(x) ** 2`, as that of `tanh`: smooth and never negative.
     """
+    return _fraction(x)
+
+
+@jax.custom_jvp
+def _fraction(x: Array) -> Array:
     x = jnp.clip(x, -TANH_APPROX_REACHES_ONE, TANH_APPROX_REACHES_ONE)
     y = x * x
     above = x * (135135 + y * (17325 + y * (378 + y)))
@@ -60,7 +64,7 @@ def tanh_approx(x: Array) -> Array:
     return jnp.clip(above / below, -1, 1)
 
 
-@tanh_approx.defjvp
-def _tanh_approx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    value = tanh_approx(*primals)
+@_fraction.defjvp
+def _fraction_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    value = _fraction(*primals)
     return value, (1 - value * value) * tangents[0]

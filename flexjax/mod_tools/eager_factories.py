@@ -19,10 +19,21 @@ T = TypeVar("T")
 
 
 def eager(factory: Callable[P, T]) -> Callable[P, T]:
-    """Calls `factory` outside of transformations and meshes, unless an argument is traced or on several devices."""
+    """Calls `factory` outside of transformations and meshes, unless an argument is traced or on several devices; its
+    refusals have no frames of flexjax.
+    """
 
     @functools.wraps(factory)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        try:
+            return made(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+                raise
+            raise error.with_traceback(None) from None
+
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
         given = tuple(map(unwrapped, args)), {name: unwrapped(x) for name, x in kwargs.items()}
         leaves = jax.tree.leaves(given)
         if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in leaves):

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from flexjax.errors import ModError, add_note_once, kind_of, shows_all_frames, with_article
+from flexjax.errors import ModError, add_note_once, kind_of, not_bool, shows_all_frames, with_article
 from flexjax.ir.builder import Builder
 from flexjax.ir.program import SCORE, Atom, Lit, Program
 from flexjax.ir.rewrite import select_captures
@@ -128,17 +128,7 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None)
         warn_of_short_arrays("mask_mod", traced.closed, MASK_ARGUMENTS, reach)
     out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
-        todo = "Compare explicitly, for example `value != 0`."
-        if jnp.issubdtype(out.dtype, jnp.floating):
-            todo = (
-                "Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in "
-                "score_mod."
-            )
-        raise _of_result(
-            f"`mask_mod` returned {with_article(out.dtype.name)}; expected a bool scalar, True where the query may "
-            "look at the key. " + todo,
-            traced,
-        )
+        raise _of_result(not_bool("`mask_mod`", out.dtype), traced)
     return TracedMod(*_lowered("mask_mod", traced, sizes))
 
 

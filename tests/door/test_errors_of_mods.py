@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import flexjax
+from flexjax import masks
 from flexjax.errors import ModError, notebook_lines
 
 Array = jax.Array
@@ -403,3 +404,11 @@ def test_explain_answers_for_callbacks_as_the_call_does(capfd: pytest.CaptureFix
             assert "runs on: reference" in flexjax.explain(given, given, given, **mods, implementation="reference")
     jax.effects_barrier()
     assert "here" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("call", [lambda: masks.sliding_window(0), lambda: masks.sliding_window(1, 2)])
+def test_a_refused_factory_shows_the_users_line(call: Callable[[], object]) -> None:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        call()
+    inside = [entry for entry in refused.traceback if "flexjax" in entry.path.parts]
+    assert [entry.name for entry in inside] == ["run"]

@@ -43,6 +43,10 @@ def served(hold: Callable) -> jax.Array:
     return flexjax.paged_attention(hold(x(2)[:, :1]), cache, table)
 
 
+def additive(b: jax.Array, h: jax.Array, i: jax.Array, j: jax.Array) -> Any:
+    return jnp.where(i >= j, 0.0, -jnp.inf)
+
+
 attend: Any = flexjax.flex_attention
 ids, heads = np.array([[0, 0, 0, 1, 1, 1, 2, 2]], np.int32), np.array([0.5, 2.0], np.float32)
 
@@ -122,6 +126,21 @@ MESSAGES = {
         lambda: attend(x(), x(), x(), mask_mod=lambda b, h, i, j: jnp.where(i >= j, 0.0, -jnp.inf)),
         "`mask_mod` returned a float32; expected a bool scalar, True where the query may look at the key. Where it is an additive mask, 0 or "
         "-inf, `value == 0` shows what it shows; or add it to the score in score_mod.",
+    ),
+    "an additive mask in and_masks": (
+        lambda: attend(x(), x(), x(), mask_mod=flexjax.and_masks(masks.causal, additive)),
+        "`mask_mod` cannot be compiled: `and_masks`: `mask_mods[1]`, `additive`, returned a float32; expected a bool scalar, True where the query "
+        "may look at the key. Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in score_mod.",
+    ),
+    "an additive mask in or_masks": (
+        lambda: attend(x(), x(), x(), mask_mod=flexjax.or_masks(masks.causal, additive)),
+        "`mask_mod` cannot be compiled: `or_masks`: `mask_mods[1]`, `additive`, returned a float32; expected a bool scalar, True where the query "
+        "may look at the key. Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in score_mod.",
+    ),
+    "a number in not_mask": (
+        lambda: attend(x(), x(), x(), mask_mod=flexjax.not_mask(lambda b, h, i, j: i - j)),
+        "`mask_mod` cannot be compiled: `not_mask`: `mask_mod`, `<lambda>`, returned an int32; expected a bool scalar, True where the query may "
+        "look at the key. Compare explicitly, for example `value != 0`.",
     ),
     "another order": (
         lambda: attend(x(), x(), x(), mask_mod=lambda q_idx, kv_idx, b, h: q_idx >= kv_idx),

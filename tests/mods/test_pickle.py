@@ -38,6 +38,14 @@ def every() -> dict[str, tuple[typing.Callable, tuple]]:
     return {**of_masks, **of_mods, "chain": (CHAINED, (SCORE, *(INDEX,) * 4))}
 
 
+@pytest.mark.parametrize("module", [masks, mods])
+def test_all_that_is_ready_made_is_pickled_by_name(module: typing.Any) -> None:
+    made = [x for name, x in vars(module).items() if callable(x) and not name.startswith("_")]
+    assert len(made) > 15
+    for function in made:
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
 def test_a_copy_has_the_same_program_and_name() -> None:
     for name, (mod, types) in every().items():
         wanted = jax.make_jaxpr(mod)(*types)
