@@ -76,7 +76,7 @@ class AuxRequest:
     max_scores: bool = False
 
     def __post_init__(self) -> None:
-        _check_flags("return_aux", self, ("lse", "max_scores"))
+        _check_flags("return_aux", self)
 
 
 class AuxOutput(typing.NamedTuple):
@@ -94,18 +94,16 @@ class KernelOptions:
     block_q_bwd, block_kv_bwd  tile of the backward pass
     num_stages     number of key tiles in shared memory in the forward pass (GPU)
     split          split-KV (flash-decoding) on a GPU: keys of a chunk. "auto": chunks of 0.5 or 1 MB of keys and
-                   values.
-                   None: "auto" for keys in pages and for few queries; else keys are not split (docs/performance.md)
+                   values. None: "auto" for keys in pages and for few queries; else keys are not split
+                   (docs/performance.md)
     instruction    "mma": mma.sync, on compute capability 8.0 to 9.0, 10.0, 10.3 and 12.x. "tcgen05": on 10.0 and 10.3,
-                   not
-                   run on a GPU yet. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the others
+                   not run on a GPU yet. Other backends and GPUs refuse both. None: WGMMA on Hopper, mma.sync on the
+                   others
     cta_pairs      True: two CTAs share each tcgen05 instruction of the dK/dV kernel at head dims from 97 to 128; not
-                   run on
-                   a GPU yet
+                   run on a GPU yet
     deterministic  True: the same inputs give the same bits. False: the backward pass may add in any order
     interpret      True: simulate the kernel of a GPU (outside of jax.jit only) or TPU on the CPU. The GPU simulator
-                   needs
-                   PJRT_NPROC=32 in the environment on few cores, or it can deadlock
+                   needs PJRT_NPROC=32 in the environment on few cores, or it can deadlock
 
     A kernel backend refuses a tile that it cannot run, and the default dispatch goes on to the next backend. A backend
     without such an option ignores it, except `instruction`. New options compile a new program.
@@ -119,7 +117,7 @@ class KernelOptions:
     block_kv_bwd: int | None = None
     num_stages: int | None = None
     split: int | typing.Literal["auto"] | None = None
-    instruction: typing.Literal["mma", "tcgen05"] | None = None
+    instruction: typing.Literal["mma", "tcgen05"] | None = dataclasses.field(default=None, metadata={"gpu": True})
     cta_pairs: bool = False
     deterministic: bool = True
     interpret: bool = False
@@ -146,7 +144,7 @@ class KernelOptions:
                 '"mma", "tcgen05" or None',
                 "None lets the backend choose.",
             )
-        _check_flags("kernel_options", self, ("cta_pairs", "deterministic", "interpret"))
+        _check_flags("kernel_options", self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,7 +173,7 @@ class Dropout:
             raise bad_argument("dropout.rate", "traced", expected, "Make it a static argument of jit.")
         if not isinstance(rate, int | float | np.number) or not 0 <= rate < 1:
             raise bad_argument("dropout.rate", repr(rate), expected, "0.0 means no dropout.")
-        _check_flags("dropout", self, ("broadcast",))
+        _check_flags("dropout", self)
         object.__setattr__(self, "rate", float(rate))
         object.__setattr__(self, "key", unwrapped(self.key))
 
@@ -299,9 +297,9 @@ def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
 KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
 
 
-def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless the attributes `names` of the user's argument `owner` are Python bools."""
-    for name in names:
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise bad_argument(f"{owner}.{name}", repr(value), "True or False", "Pass a Python bool.")
+def _check_flags(owner: str, options: typing.Any) -> None:
+    """Raises ValueError unless the fields of the argument `owner` that have a bool as default are bools."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise bad_argument(f"{owner}.{field.name}", repr(value), "True or False", "Pass a Python bool.")

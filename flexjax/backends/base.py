@@ -15,6 +15,7 @@ To add a backend:
 """
 
 import contextlib
+import dataclasses
 import typing
 
 import jax
@@ -35,16 +36,15 @@ def rule_not_linear(hardware: str) -> str:
     )
 
 
-def refuses_float8_and_instruction(name: str, plan: KernelPlan) -> str | None:
-    """The refusal, by the backend `name`, of what only the kernels of a GPU do; None where the plan asks for nothing of
-    that.
-    """
+def refuses_gpu_options_and_float8(name: str, plan: KernelPlan) -> str | None:
+    """The refusal, by the backend `name`, of float8 and of options for the kernels of a GPU; None for other plans."""
     if plan.float8:
         return f"{name} does not multiply {FLOAT8}."
-    instruction = plan.options.instruction
-    if instruction is None:
-        return None
-    return f"kernel_options.instruction={instruction!r} is for the kernels of mosaic_gpu; {name} has no such choice."
+    for field in dataclasses.fields(plan.options):
+        value = getattr(plan.options, field.name)
+        if "gpu" in field.metadata and value != field.default:
+            return f"kernel_options.{field.name}={value!r} is for the kernels of mosaic_gpu; {name} has no such choice."
+    return None
 
 
 class WorkItems(typing.NamedTuple):

@@ -60,8 +60,9 @@ def plan_text(plan: KernelPlan) -> str:
     fields = [f.name for f in dataclasses.fields(plan) if f.name != "options" and getattr(plan, f.name) != f.default]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
-    lines += [] if options.instruction is None else [f"instruction: {options.instruction}"]
-    lines += ["cta_pairs: True"] if options.cta_pairs else []
+    told = {*(n for tile in PASSES.values() for n in tile), "split", "deterministic", "interpret"}
+    others = [f for f in dataclasses.fields(options) if f.name not in told]
+    lines += [f"{f.name}: {x}" for f in others if (x := getattr(options, f.name)) != f.default]
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
 
 

@@ -9,7 +9,7 @@ import contextlib
 
 from jax.interpreters import mlir
 
-from flexjax.backends.base import refuses_float8_and_instruction, rule_not_linear
+from flexjax.backends.base import refuses_gpu_options_and_float8, rule_not_linear
 from flexjax.backends.mosaic_tpu import capture_gradients, diagonals, layouts, split_program, vmem
 from flexjax.backends.mosaic_tpu.backward import backward
 from flexjax.backends.mosaic_tpu.forward import forward
@@ -39,7 +39,7 @@ class MosaicTpuBackend:
         return _refusal(plan, vmem.chip_of(target))
 
     def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_float8_and_instruction(self.name, plan)
+        return refuses_gpu_options_and_float8(self.name, plan)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from flexjax.backends.base import refuses_float8_and_instruction
+from flexjax.backends.base import refuses_gpu_options_and_float8
 from flexjax.backends.reference.definition import over_entries, reference_attention
 from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
@@ -41,7 +41,7 @@ class DenseBackend:
         return None
 
     def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_float8_and_instruction(self.name, plan)
+        return refuses_gpu_options_and_float8(self.name, plan)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None

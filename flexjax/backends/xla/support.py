@@ -5,7 +5,7 @@ import contextlib
 import jax
 from jax.interpreters import mlir
 
-from flexjax.backends.base import refuses_float8_and_instruction
+from flexjax.backends.base import refuses_gpu_options_and_float8
 from flexjax.backends.target import Target
 from flexjax.backends.xla import larger_blocks
 from flexjax.backends.xla.backward import backward
@@ -28,7 +28,7 @@ class XlaBackend:
         return None
 
     def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_float8_and_instruction(self.name, plan)
+        return refuses_gpu_options_and_float8(self.name, plan)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None

@@ -217,11 +217,12 @@ def test_the_backward_pass_runs_too(target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])
-def test_other_backends_refuse_the_instruction(name: str) -> None:
+@pytest.mark.parametrize("instruction", ["mma", "tcgen05"])
+def test_other_backends_refuse_the_instruction(name: str, instruction: typing.Any) -> None:
     q = jax.numpy.ones((1, 8, 1, 16), "bfloat16")
     with pytest.raises(NotImplementedError) as error:
-        flexjax.flex_attention(q, q, q, implementation=name, kernel_options=KernelOptions(instruction="mma"))
+        flexjax.flex_attention(q, q, q, implementation=name, kernel_options=KernelOptions(instruction=instruction))
     assert (
-        f"{name}: kernel_options.instruction='mma' is for the kernels of mosaic_gpu; {name} has no such choice."
+        f"{name}: kernel_options.instruction={instruction!r} is for the kernels of mosaic_gpu; {name} has no such choice."
         in str(error.value)
     )

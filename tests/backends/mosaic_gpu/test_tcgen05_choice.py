@@ -6,7 +6,6 @@ import typing
 import jax
 import pytest
 
-import flexjax
 from flexjax.backends.mosaic_gpu import support
 from flexjax.backends.mosaic_gpu.backward import tcgen05_tiles as backward_tcgen05_tiles
 from flexjax.backends.mosaic_gpu.families import kernel_plans
@@ -176,17 +175,6 @@ def test_few_queries_run_the_decode_kernel_on_mma_sync() -> None:
 def test_the_backward_pass_runs_too(target: Target) -> None:
     made, wanted = plan(block=128), Wanted(True, True, True, False, False, False, ())
     assert support.BACKEND.refuses_backward(made, target, wanted, None) is None
-
-
-@pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "reference"])
-def test_other_backends_refuse_the_instruction(name: str) -> None:
-    q = jax.numpy.ones((1, 8, 1, 16), "bfloat16")
-    with pytest.raises(NotImplementedError) as error:
-        flexjax.flex_attention(q, q, q, implementation=name, kernel_options=KernelOptions(**TCGEN05))
-    assert (
-        f"{name}: kernel_options.instruction='tcgen05' is for the kernels of mosaic_gpu; {name} has no such choice."
-        in str(error.value)
-    )
 
 
 @pytest.mark.parametrize("dim", [16, 40, 64, 96, 128])
