@@ -50,9 +50,7 @@ def block_mask(
     return flexjax.create_block_mask(mod or masks.causal, batch, heads, q_len, kv_len)
 
 
-OPTIONS = (
-    "block_q, block_kv, block_q_bwd, block_kv_bwd, num_stages, split, instruction, cta_pairs, deterministic, interpret"
-)
+OPTIONS = ", ".join(field.name for field in dataclasses.fields(KernelOptions))
 NAMES = "'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference'"
 COUNTS = (
     "In layout BTNH dim 2 counts heads; if yours is the other, swap dims 1 and 2 or pass layout= to flex_attention."
