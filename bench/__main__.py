@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m bench --suite cpu|gpu|gpu-sweep|decode|order|mesh|step [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
+`python -m bench --suite cpu|gpu|gpu-sweep|decode|order|mesh|step|maxtext [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
 times flexjax and its peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
@@ -20,7 +20,7 @@ from bench.measure import machine, measure_apart
 from bench.peers import PEERS
 from bench.suites import FA3, PASSES, SUITES, Workload
 
-ORDER, MESH, STEP = "order", "mesh", "step"
+ORDER, MESH, STEP, MAXTEXT = "order", "mesh", "step", "maxtext"
 ON_GPU = ("jax.nn", "tokamax", FA3, "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
@@ -31,11 +31,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     argv   the arguments; None: those of the process
 
-    `peers` and `passes` are names joined by commas; without --peers `peers` names all that the suite offers (of the suites order, mesh
-    and step, which do not read it, those of cpu). `seconds`, `json` and `plot` are None if not given.
+    `peers` and `passes` are names joined by commas; without --peers `peers` names all that the suite offers (of the suites order, mesh,
+    step and maxtext, which do not read it, those of cpu). `seconds`, `json` and `plot` are None if not given.
     """
     parser = argparse.ArgumentParser(prog="python -m bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP]), default="cpu")
+    parser.add_argument("--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP, MAXTEXT]), default="cpu")
     parser.add_argument("--only", default="*", help="shell patterns for the names of problems, by semicolons")
     offered = (
         f"comma-separated, of {', '.join(PEERS)}; gpu: {', '.join(ON_GPU)}; decode: {', '.join(decode_cases.PEERS)}"
@@ -44,12 +44,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", default=",".join(PASSES), help="cpu: comma-separated, of " + ", ".join(PASSES))
     parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="gpu, decode, step: what is not done by then is left out"
+        "--minutes", type=float, default=60.0, help="gpu, decode, step, maxtext: what is not done by then is left out"
     )
     parser.add_argument(
         "--together", action="store_true", help="gpu, decode: one peer compiles while another is measured"
     )
-    parser.add_argument("--small", action="store_true", help="mesh, step: short sequences, to try it without GPUs")
+    parser.add_argument("--small", action="store_true", help="mesh, step, maxtext: short sequences, to try it without GPUs")
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     argv   the arguments; None: those of the process
 
     The status of a cpu suite is 1 if a measurement failed or an error exceeds ALLOWED_ERROR, else 0; a skipped peer does not count. That
-    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh" and "step" comes from the `main` of the suite, which prints
+    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step" and "maxtext" comes from the `main` of the suite, which prints
     its own tables and reads no --plot and no --json.
     """
     args = parse(argv)
@@ -84,6 +84,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench import step
 
         return step.main(args.small, args.minutes)
+    if args.suite == MAXTEXT:
+        from bench import maxtext_step
+
+        return maxtext_step.main(args.small, args.minutes)
     wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in args.only.split(";"))
     command = args.command = "python -m bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     if args.suite in DECODE_SUITES:
