@@ -49,7 +49,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--together", action="store_true", help="gpu, decode: one peer compiles while another is measured"
     )
-    parser.add_argument("--small", action="store_true", help="mesh, step, maxtext: short sequences, to try it without GPUs")
+    parser.add_argument(
+        "--small", action="store_true", help="mesh, step, maxtext: short sequences, to try it without GPUs"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
@@ -68,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     argv   the arguments; None: those of the process
 
     The status of a cpu suite is 1 if a measurement failed or an error exceeds ALLOWED_ERROR, else 0; a skipped peer does not count. That
-    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step" and "maxtext" comes from the `main` of the suite, which prints
-    its own tables and reads no --plot and no --json.
+    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step" and "maxtext" comes from the `main` of the
+    suite, which prints its own tables and reads no --plot and no --json.
     """
     args = parse(argv)
     if args.suite == ORDER:

@@ -116,6 +116,7 @@ def maxtext_model(size: Size, attention: str) -> Iterator[typing.Any]:
         max_target_length=size.tokens, per_device_batch_size=size.rows / jax.device_count(), attention=attention,
         dtype="bfloat16", dataset_type="synthetic", hardware="gpu" if jax.default_backend() == "gpu" else "cpu",
         skip_jax_distributed_system=True, enable_checkpointing=False, run_name="bench",
+        jax_cache_dir="",
     )  # fmt: skip
     # by name, because the environment of the type checker has neither
     base, pyconfig, models, utils = (
@@ -123,7 +124,7 @@ def maxtext_model(size: Size, attention: str) -> Iterator[typing.Any]:
         for name in ("maxtext", "maxtext.configs.pyconfig", "maxtext.models.models", "maxtext.utils.maxtext_utils")
     )
     linen = importlib.import_module("flax.linen")
-    path = os.path.join(os.path.dirname(base.__file__), "configs", "base.yml")
+    path = os.path.join(base.__path__[0], "configs", "base.yml")
     with tempfile.TemporaryDirectory() as folder:
         config = pyconfig.initialize(["", path, f"base_output_directory={folder}", *(f"{k}={v}" for k, v in options.items())])  # fmt: skip
     mesh = jax.sharding.Mesh(utils.create_device_mesh(config, jax.devices()[:1]), config.mesh_axes)
@@ -250,10 +251,10 @@ def largest_errors(numbers: dict[str, dict[str, Numbers]]) -> dict[tuple[str, st
 
 
 def peak_bytes(compiled: typing.Any) -> int:
-    """The largest memory of a run as XLA plans it, arguments and results included."""
+    """The memory of a run as XLA plans it: arguments, results and what is needed between at once."""
     memory = compiled.memory_analysis()
-    planned = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return max(getattr(memory, "peak_memory_in_bytes", 0), planned + memory.temp_size_in_bytes)
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
 
 
 def mask_milliseconds(size: Size) -> dict[str, float]:
@@ -334,7 +335,9 @@ def main(small: bool = False, minutes: float = 60) -> int:
     """
     until = time.time() + 60 * minutes
     if isinstance(version := maxtext_version(), str):
-        print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}, MaxText {version}")
+        print(
+            f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}, MaxText {version}"
+        )
     else:
         print(f"The suite maxtext needs MaxText: {said(version)}")
         return 1
