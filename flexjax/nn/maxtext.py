@@ -18,6 +18,7 @@ from flexjax.types import AuxRequest, Implementations, KernelOptions, MaskMod
 
 Array = jax.Array
 Results = tuple[Array, Array | None, Array | None]
+Policy = Callable[..., typing.Any]
 
 
 def install(*, implementation: Implementations | None = None, kernel_options: KernelOptions | None = None) -> Installed:
@@ -28,9 +29,10 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
     Replaced is AttentionOp.apply_attention, whatever `attention=` the config names, for all models. Honoured are
     packed rows (a token attends its own document), the attention types global, local_sliding, chunk, mla, full and
     block_diffusion, soft caps (0 is none), sinks, bidirectional tokens, previous chunks, indexer masks, the two caches
-    of decoding, and record_max_logits. NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged
-    attention, attention dropout and context parallelism. A query that may see no key gives 0; MaxText's dot product
-    gives the mean of all values. Raises ImportError without MaxText.
+    of decoding, and record_max_logits. A remat_policy that keeps `context` keeps flexjax's out and lse.
+    NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged attention, attention dropout and
+    context parallelism. A query that may see no key gives 0; MaxText's dot product gives the mean of all values. Raises
+    ImportError without MaxText.
     """
     # by name, because type checkers take `import maxtext` for this module
     op = importlib.import_module("maxtext.layers.attention_op")
@@ -85,7 +87,27 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
         call = _Call(self, query.shape[1], key, decoding, decoder_segment_ids, decoder_segment_ids_kv, previous_chunk)
         return attend(call, query, key, value, bidirectional_mask, sinks, indexer_mask, record_max_logits)
 
-    return Installed([(op.AttentionOp, "apply_attention", apply_attention)])
+    decoder = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
+    theirs = decoder.get_remat_policy
+    return Installed(
+        [
+            (op.AttentionOp, "apply_attention", apply_attention),
+            (decoder, "get_remat_policy", lambda self: _as_context(theirs(self))),
+        ]
+    )
+
+
+def _as_context(policy: Policy | None) -> Policy | None:
+    """The policy of jax.checkpoint that treats the out and lse of flexjax as `policy` treats the name "context"."""
+    if policy is None:
+        return None
+
+    def renamed(primitive: typing.Any, *avals: typing.Any, **params: typing.Any) -> typing.Any:
+        if params.get("name") in ("flexjax_out", "flexjax_lse"):
+            params["name"] = "context"
+        return policy(primitive, *avals, **params)
+
+    return renamed
 
 
 class _Call(typing.NamedTuple):

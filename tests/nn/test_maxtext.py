@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from flax import nnx
     from maxtext.common.common_types import DEFAULT_MASK_VALUE, AttentionType
     from maxtext.layers.attention_op import AttentionOp
+    from maxtext.layers.nnx_decoders import NNXDecoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -146,6 +147,18 @@ def test_the_largest_logits_are_recorded() -> None:
     with flexjax.nn.maxtext.install():
         layer(q, k, v, IDS, None, "train", record_max_logits=True)
     np.testing.assert_allclose(layer.max_logits[...], seen[0], atol=2e-6)
+
+
+@pytest.mark.parametrize(("kept", "forwards"), [("context", 1), ("out_proj", 2)])
+def test_what_keeps_the_context_keeps_out_and_lse(kept: str, forwards: int) -> None:
+    options = types.SimpleNamespace(remat_policy="custom", tensors_on_device=[kept], tensors_to_offload=[])
+    with flexjax.nn.maxtext.install():
+        policy = NNXDecoder.get_remat_policy(types.SimpleNamespace(config=options))
+        attend = jax.checkpoint(lambda *qkv: attention_op()(*qkv, IDS, None, "train"), policy=policy)
+        program = jax.make_jaxpr(jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)))(*arrays())
+        options.remat_policy = "full"
+        assert NNXDecoder.get_remat_policy(types.SimpleNamespace(config=options)) is None
+    assert str(program).count("flexjax_forward[") == forwards
 
 
 def test_the_signature_is_that_of_maxtext() -> None:
