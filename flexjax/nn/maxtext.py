@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks
+from flexjax.context.context_parallel import ContextParallel
+from flexjax.context.layout import context_layout
 from flexjax.mod_tools.settings import own
 from flexjax.nn.patches import Installed
 from flexjax.nn.placed_masks import Placed, negative_is_padding
@@ -29,10 +32,13 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
     Replaced is AttentionOp.apply_attention, whatever `attention=` the config names, for all models. Honoured are
     packed rows (a token attends its own document), the attention types global, local_sliding, chunk, mla, full and
     block_diffusion, soft caps (0 is none), sinks, bidirectional tokens, previous chunks, indexer masks, the two caches
-    of decoding, and record_max_logits. A remat_policy that keeps `context` keeps flexjax's out and lse.
-    NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged attention, attention dropout and
-    context parallelism. A query that may see no key gives 0; MaxText's dot product gives the mean of all values. Raises
-    ImportError without MaxText.
+    of decoding, and record_max_logits. A remat_policy that keeps `context` keeps flexjax's out and lse. Tokens may be
+    split over the context axis, in order or load-balanced; keys travel as ContextParallel's "auto", or as its "ring"
+    with context_parallel_strategy="ring".
+    NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged attention, attention dropout, the
+    strategy "usp", striped tokens, and over a context axis decoding and masks other than those of ids and positions. A
+    query that may see no key gives 0; MaxText's dot product gives the mean of all values. Raises ImportError without
+    MaxText.
     """
     # by name, because type checkers take `import maxtext` for this module
     op = importlib.import_module("maxtext.layers.attention_op")
@@ -66,11 +72,12 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
         """query [B, T, N, D], already scaled; key [B, S, M, D]; value [B, S, M, E] -> (out, max, sum); max and sum are
         None outside of decoding.
 
-        segment_positions    of use in load-balanced context parallelism only, which is refused
+        segment_positions    not read: without it is known where load-balanced tokens stand
         lengths              of ragged attention, which is refused
         the einsums          replaced: flexjax multiplies in the precision of the config
         """
         decoding = model_mode == op.MODEL_MODE_AUTOREGRESSIVE
+        split, balanced = self._context_parallel_size() > 1, self._load_balanced_context_parallel()
         reasons = {
             "compressed attention, whose keys are two sequences": compressed_mask is not None
             or bool(pad_kv_total or compress_ratio)
@@ -79,7 +86,12 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             "ragged attention; set use_ragged_attention=False, the ids of the cache say the same": use_ragged_attention
             and decoding,
             "attention dropout, which MaxText's dot product leaves out too": self.dropout_rate > 0,
-            "context parallelism; use flexjax.flex_attention(context=...)": self._context_parallel_size() > 1,
+            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks": split
+            and (decoding or any(x is not None for x in (previous_chunk, bidirectional_mask, indexer_mask))),
+            "context parallelism over the two axes of context_parallel_strategy='usp'": split
+            and self.config.context_parallel_strategy == "usp",
+            "context parallelism of striped tokens; set context_parallel_reorder_strategy='dual_chunk_swap', or "
+            "context_parallel_load_balance=False": balanced and _is_striped(self.config),
         }
         for reason, asked in reasons.items():
             if asked:
@@ -89,25 +101,15 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
 
     decoder = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
     theirs = decoder.get_remat_policy
-    return Installed(
-        [
-            (op.AttentionOp, "apply_attention", apply_attention),
-            (decoder, "get_remat_policy", lambda self: _as_context(theirs(self))),
-        ]
-    )
+    policy = lambda self: _as_context(theirs(self))
+    return Installed([(op.AttentionOp, "apply_attention", apply_attention), (decoder, "get_remat_policy", policy)])
 
 
 def _as_context(policy: Policy | None) -> Policy | None:
     """The policy of jax.checkpoint that treats the out and lse of flexjax as `policy` treats the name "context"."""
-    if policy is None:
-        return None
-
-    def renamed(primitive: typing.Any, *avals: typing.Any, **params: typing.Any) -> typing.Any:
-        if params.get("name") in ("flexjax_out", "flexjax_lse"):
-            params["name"] = "context"
-        return policy(primitive, *avals, **params)
-
-    return renamed
+    named = lambda name: "context" if name in ("flexjax_out", "flexjax_lse") else name
+    renamed = lambda params: {k: named(x) if k == "name" else x for k, x in params.items()}
+    return policy and (lambda primitive, *avals, **params: policy(primitive, *avals, **renamed(params)))
 
 
 class _Call(typing.NamedTuple):
@@ -137,6 +139,10 @@ def _apply(
     op, hidden = call.op, module.DEFAULT_MASK_VALUE
     key, value = (x.dequant() if isinstance(x, module.KVTensor) else x for x in (key, value))
     op.check_attention_inputs(query, key, value)
+    context = _context(module, op, query.shape[1])
+    if context is not None and context.layout is not None:  # what a mask captures has the order of the tokens
+        in_order = [None if ids is None else context.layout.unshard(ids) for ids in (call.ids, call.kv_ids)]
+        call = call._replace(ids=in_order[0], kv_ids=in_order[1])
     placed = _placed(call, query.shape[2], key.shape[1])
     or_mask = None if bidirectional_mask is None else _same_block(module, bidirectional_mask, call, key.shape[1])
     masks = [_mask_mod(module, call, placed, or_mask)]
@@ -158,6 +164,7 @@ def _apply(
         sinks=logits,
         precision=op.config.matmul_precision,
         return_aux=AuxRequest(lse=call.decoding, max_scores=record_max_logits),
+        context=context,
         implementation=implementation,
         kernel_options=kernel_options,
     )
@@ -169,6 +176,27 @@ def _apply(
     # MaxText adds two caches as out * exp(max - both) * sum, which a finite number keeps from NaN where both are hidden
     top = jnp.maximum(aux.lse, hidden)[..., None]
     return out, top, jnp.ones_like(top)
+
+
+def _context(module: types.ModuleType, op: typing.Any, tokens: int) -> ContextParallel | None:
+    """Over which mesh axes and in which order the tokens are split; None where they are not."""
+    devices = op._context_parallel_size()
+    if devices == 1:
+        return None
+    names = op._logical_to_mesh_axes((module.Q_LENGTH,))[0]
+    axes = tuple(name for name in ([names] if isinstance(names, str) else names) if op.mesh.shape[name] > 1)
+    layout = None
+    if op._load_balanced_context_parallel():  # MaxText has given device r the r-th run from both ends
+        block = math.gcd(tokens // (2 * devices), 128)
+        layout = context_layout(None, tokens, devices=devices, block_size=block, balance="zigzag")
+    return ContextParallel(axes, layout, "ring" if op.config.context_parallel_strategy == "ring" else "auto")
+
+
+def _is_striped(config: typing.Any) -> bool:
+    """Whether MaxText's train_utils gives device r every n-th token."""
+    strategy = config.context_parallel_reorder_strategy.value
+    rings = config.packing and config.context_parallel_strategy == "ring" and config.hardware.startswith("gpu")
+    return strategy == "striped" or (strategy == "auto" and rings)
 
 
 def _placed(call: _Call, heads: int, kv_len: int) -> Placed:
