@@ -2,6 +2,7 @@
 
 import importlib.util
 import time
+import types
 
 import jax
 import numpy as np
@@ -39,6 +40,26 @@ def test_errors_are_of_the_same_model_and_packing() -> None:
     assert errors[suite.OWN, suite.PACKED] == (float("inf"), 0.0)
     assert set(suite.errors_of({suite.OWN: off, suite.OWN_XLA: right})) == set(errors) - {(suite.CUDNN, suite.ONE)}
     assert suite.errors_of({suite.OWN: off}) == {}
+
+
+def test_no_variant_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def ten_seconds(*given: object) -> None:
+        clock[0] += 10
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(suite, "time", types.SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(suite, "compiled_step", ten_seconds)
+    trained = types.SimpleNamespace(restart=lambda: None, weights=None)
+    found = suite.run_variants(TINY, trained, 25.0)
+    assert found.missing == {
+        suite.OWN: "failed, RuntimeError: no",
+        suite.CUDNN: "needs an NVIDIA GPU",
+        suite.DENSE: "failed, RuntimeError: no",
+        suite.FLASH: "not reached in the time given",
+        suite.OWN_XLA: "not reached in the time given",
+    }
 
 
 @needs_maxtext
