@@ -3,7 +3,8 @@
 A Llama of MaxText's config and model classes, sixteen layers of width 2048 (16 heads of 128 on 8 key heads, an MLP of 8192, 32000
 words: 1.1 billion weights), bfloat16 products of float32 weights. A step is the loss of random tokens, its gradients and new weights by
 gradient descent in the memory of the old ones. First two rows of 8192 tokens, then one of 16384. The remat_policy is custom with
-`context: device`, so flash attentions run forward once a layer; dot_product keeps nothing and runs twice.
+`context: device`, with which flexjax runs forward once a layer. MaxText's own attentions run twice, cudnn_flash_jax because MaxText
+names its results outside of its derivative rule; beside them is a row of flexjax with the remat_policy full.
 
 Segment ids and positions are arguments of the step, so rows of one document and packed rows run the same program. MaxText's
 cudnn_flash_jax does not read segment ids; on packed rows it trains another model, in which tokens see earlier documents. Its flash reads
@@ -71,18 +72,22 @@ class Variant(typing.NamedTuple):
     """attention   of MaxText's config
     own            the implementation of flexjax; None: MaxText's own attention
     reads_ids      whether it keeps to the documents of a packed row
+    remat          MaxText's remat_policy
     """
 
     attention: str
     own: typing.Literal["default", "xla"] | None = None
     reads_ids: bool = True
+    remat: typing.Literal["custom", "full"] = "custom"
 
 
-OWN, OWN_XLA, CUDNN, DENSE, FLASH = "flexjax", "flexjax, xla", "cudnn_flash_jax", "dot_product", "flash"
+OWN, TWICE, OWN_XLA = "flexjax", "flexjax, forward twice", "flexjax, xla"
+CUDNN, DENSE, FLASH = "cudnn_flash_jax", "dot_product", "flash"
 VARIANTS = {
     OWN: Variant(DENSE, "default"),
     CUDNN: Variant(CUDNN, reads_ids=False),
     DENSE: Variant(DENSE),
+    TWICE: Variant(DENSE, "default", remat="full"),
     FLASH: Variant(FLASH),
     OWN_XLA: Variant(DENSE, "xla"),
 }
@@ -119,18 +124,15 @@ def batches(size: Size) -> dict[str, Batch]:
 
 
 @contextlib.contextmanager
-def maxtext_model(size: Size, attention: str) -> Iterator[typing.Any]:
-    """Makes MaxText's Llama of this size on the first device, as a Linen module; within the context its mesh is set.
-
-    attention   of MaxText's config
-    """
+def maxtext_model(size: Size, variant: Variant) -> Iterator[typing.Any]:
+    """Makes MaxText's Llama of this size on the first device, as a Linen module; within the context its mesh is set."""
     options = dict(
         base_emb_dim=size.width, base_num_query_heads=size.heads, base_num_kv_heads=size.kv_heads, base_mlp_dim=size.mlp,
         base_num_decoder_layers=size.layers, head_dim=size.width // size.heads, vocab_size=size.words,
-        max_target_length=size.tokens, per_device_batch_size=size.rows / jax.device_count(), attention=attention,
+        max_target_length=size.tokens, per_device_batch_size=size.rows / jax.device_count(),
         dtype="bfloat16", dataset_type="synthetic", hardware="gpu" if jax.default_backend() == "gpu" else "cpu",
         skip_jax_distributed_system=True, enable_checkpointing=False, run_name="bench",
-        jax_cache_dir="", remat_policy="custom", context="device",
+        jax_cache_dir="", attention=variant.attention, remat_policy=variant.remat, context="device",
     )  # fmt: skip
     # by name, because the environment of the type checker has neither
     base, pyconfig, models, utils = (
@@ -148,7 +150,7 @@ def maxtext_model(size: Size, attention: str) -> Iterator[typing.Any]:
 
 def first_weights(size: Size) -> typing.Any:
     """MaxText's initial weights, a tree of float32 arrays, the same in each call."""
-    with maxtext_model(size, DENSE) as model:
+    with maxtext_model(size, VARIANTS[DENSE]) as model:
         batch = Batch(*(x[:, :128] for x in batches(size)[ONE]))  # init attends too
         init = lambda *given: model.init({"params": jax.random.key(0)}, *given, enable_dropout=False)
         return jax.jit(init)(*batch)
@@ -214,7 +216,7 @@ def installed(variant: Variant) -> contextlib.AbstractContextManager[typing.Any]
 
 def compiled_step(size: Size, variant: Variant, weights: typing.Any) -> typing.Any:
     """The compiled step of a variant: (weights, which it gives away, batch) -> (new weights, Numbers as arrays)."""
-    with installed(variant), maxtext_model(size, variant.attention) as model:
+    with installed(variant), maxtext_model(size, variant) as model:
         return jax.jit(make_step(model), donate_argnums=0).lower(weights, batches(size)[ONE]).compile()
 
 
