@@ -140,6 +140,9 @@ def maxtext_model(size: Size, variant: Variant) -> Iterator[typing.Any]:
         for name in ("maxtext", "maxtext.configs.pyconfig", "maxtext.models.models", "maxtext.utils.maxtext_utils")
     )
     linen = importlib.import_module("flax.linen")
+    importlib.import_module(
+        "absl.flags"
+    ).FLAGS.mark_as_parsed()  # tokamax reads flags of a command line that is not its own
     path = os.path.join(base.__path__[0], "configs", "base.yml")
     with tempfile.TemporaryDirectory() as folder:
         config = pyconfig.initialize(["", path, f"base_output_directory={folder}", *(f"{k}={v}" for k, v in options.items())])  # fmt: skip
