@@ -9,6 +9,7 @@ import contextlib
 import sys
 
 import jax
+from jax import lax
 from jax.interpreters import mlir
 
 from flexjax.backends.base import WorkItems, rule_not_linear
@@ -203,7 +204,10 @@ class MosaicGpu:
         return kernel_plans.backward_steps(plan, family) if backward else kernel_plans.forward_steps(plan, family)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        return family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
+        results = family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
+        # In a scan over layers XLA moves a kernel into the update that keeps its result for the backward pass, and runs
+        # it once more for the other users of the result; not past a barrier.
+        return Results(*(x if x is None else lax.optimization_barrier(x) for x in results))
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         return family_of(target, plan.options).backward(plan, given)
