@@ -112,8 +112,8 @@ def flex_attention(
 
         out = flex_attention(query, key, value, score_mod=score_mod, mask_mod=flexjax.masks.causal)
 
-    What retraces. Under jit, only what jit itself retraces for. Outside of jit, each call traces the mods, and compiles
-    what is new: shapes, operations, Python numbers in a mod. See docs/performance.md.
+    What retraces. Under jit, only what jit itself retraces for. Outside of jit, mods are read at each call, and what is
+    new is compiled: shapes, operations, Python numbers in a mod. See docs/performance.md.
 
     What is fast. Calls inside jit, inputs of 16 bits on a GPU, and mask_mod, because the blocks that it hides are
     skipped. See docs/performance.md.

@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, in_range, trace_placed_mask
@@ -39,6 +41,7 @@ from flexjax.plan.precision import precision_name
 from flexjax.plan.problem import After, Problem
 from flexjax.rewrites.pages import whole_pages
 from flexjax.rewrites.residues import residues_of
+from flexjax.trace.memo import Memo
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import Layout, MaskMod, Origin, ScoreMod
 
@@ -288,7 +291,32 @@ def _block_mask(
     # with keys in pages the class of a block does not depend on how many other blocks there are
     exact = None if in_pages is None else False
     work = split_of(inputs.query, layout)
-    return BlockMask.of(from_traced(traced, heads, lengths, exact, origin, None if work is None else work.axes))
+    make = lambda: BlockMask.of(from_traced(traced, heads, lengths, exact, origin, None if work is None else work.axes))
+    if origin is not None or not jax.sharding.get_abstract_mesh().empty:
+        return make()
+    return _remembered_blocks(make, traced, (heads, lengths, exact))
+
+
+_BLOCKS: Memo[BlockMask] = Memo(128)
+"""Block masks that calls computed from mask_mod, without captured arrays."""
+MOST_BYTES = 1 << 18
+"""Bytes of the lists of a block mask that is kept in _BLOCKS."""
+
+
+def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: tuple[object, ...]) -> BlockMask:
+    """`make()`, from the last call with the same program, captured array objects and sizes."""
+    arrays = traced.arrays
+    if any(isinstance(x, Tracer) or x.is_deleted() for x in arrays):
+        return make()
+    # the lists lie on the default device
+    settings = jax.config.jax_enable_x64, jax.config.jax_default_device  # type: ignore[attr-defined]
+    key = traced.program, tuple(map(id, arrays)), sizes, settings
+    if (kept := _BLOCKS.get(key, arrays)) is not None:
+        return dataclasses.replace(kept, captures=arrays)
+    made = make()
+    if made.on_host is not None and sum(x.nbytes for x in made.on_host) <= MOST_BYTES:
+        _BLOCKS.put(key, dataclasses.replace(made, captures=()), arrays)
+    return made
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

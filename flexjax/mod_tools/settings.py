@@ -70,6 +70,11 @@ def own_settings() -> contextlib.AbstractContextManager[None]:
     return _set({name: _SETTINGS[name][0][value] for name, value in found.items()}, {**_users.changed, **found})
 
 
+def of_traces() -> tuple[object, ...]:
+    """What the user chose for the settings that hold in `users_settings`."""
+    return tuple(_users.changed.get(name, getattr(jax.config, name)) for name in OF_TRACES)
+
+
 def users_settings() -> contextlib.AbstractContextManager[None]:
     """A context for a function of the user that flexjax calls."""
     # guards and checks of NaN stay off: that flexjax evaluates the function at hidden entries is not the user's doing

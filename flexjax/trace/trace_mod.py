@@ -35,6 +35,8 @@ from flexjax.trace.callbacks import callbacks_run, called_back, first_callback
 from flexjax.trace.derivative import Derivatives, custom_calls, derivatives_of, inline_custom
 from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
+from flexjax.trace.memo import Memo
+from flexjax.trace.reads import positions, reads_of
 from flexjax.trace.statement import advice, failed_at, traceback_of, where, where_made
 from flexjax.trace.translation import Equation, Scope
 from flexjax.trace.values import scalar
@@ -58,6 +60,8 @@ class TracedMod:
     after: "TracedMod | None" = None
     # what an error that says `why_not` ends with
     place: str = ""
+    # whether functions with a derivative rule of their own are in it
+    ruled: bool = False
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -95,6 +99,10 @@ def trace_score_mod(
     A score_mod without a derivative is no error: `why_not` says why. Raises ModError if the function cannot be called,
     traced or translated, or returns anything but one floating scalar.
     """
+    return _remembered(_score_mod, score_mod, sizes, score_dtype, reach)
+
+
+def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach | None) -> TracedMod:
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
     if reach is not None:
         warn_of_short_arrays("score_mod", traced.closed, SCORE_ARGUMENTS, reach)
@@ -106,23 +114,28 @@ def trace_score_mod(
             traced,
         )
     source, arrays = _lowered("score_mod", traced, sizes, score_dtype, keep_custom=True)
+    ruled = bool(custom_calls(source))
     if any(isinstance(a, int) for call in custom_calls(source) for a in call.arguments):
         program, arrays = _lowered("score_mod", traced, sizes, score_dtype)
-        return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE, place=where_made(score_mod))
+        return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE, place=where_made(score_mod), ruled=ruled)
     program, extra = inline_custom(source, sizes)
     made = _derivatives(source, sizes)
     if isinstance(made, str):
-        return TracedMod(program, (*arrays, *extra), None, made, place=where_made(score_mod))
+        return TracedMod(program, (*arrays, *extra), None, made, place=where_made(score_mod), ruled=ruled)
     program = dataclasses.replace(program, captures=made.program.captures)
     arrays, after = (*arrays, *made.arrays), None
     if made.after is not None:
         then = made.after
         after = TracedMod(program, arrays, then.program, "", then.again, then.refused)
-    return TracedMod(program, arrays, made.program, "", made.again, made.refused, after)
+    return TracedMod(program, arrays, made.program, "", made.again, made.refused, after, ruled=ruled)
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None) -> TracedMod:
     """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program. Raises ModError as trace_score_mod does."""
+    return _remembered(_mask_mod, mask_mod, sizes, reach)
+
+
+def _mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None) -> TracedMod:
     traced = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
     if reach is not None:
         warn_of_short_arrays("mask_mod", traced.closed, MASK_ARGUMENTS, reach)
@@ -134,7 +147,33 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None)
 
 def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
     """Traces `function(b, h, q_idx, kv_idx) -> number` without a derivative; `name` is how errors call it."""
+    return _remembered(_multiplier, function, name, sizes)
+
+
+def _multiplier(function: Callable, name: str, sizes: Sizes) -> TracedMod:
     return TracedMod(*_lowered(name, _trace(name, function, MASK_ARGUMENTS), sizes))
+
+
+_KEPT: Memo[tuple[TracedMod, tuple[int, ...]]] = Memo(256)
+"""Traced mods without their arrays, and where each array is among those that the mod can read (reads.py)."""
+
+
+def _remembered(trace: Callable[..., TracedMod], mod: Callable, *rest: object) -> TracedMod:
+    """`trace(mod, *rest)`, from the last time where the mod reads the same. Errors and callbacks are made each time."""
+    if callbacks_run() or (reads := reads_of(mod)) is None:
+        return trace(mod, *rest)
+    key = (trace, *rest, reads.key)
+    same = () if reads.ours else reads.arrays
+    if (kept := _KEPT.get(key, same)) is not None:
+        made, places = kept
+        return dataclasses.replace(made, arrays=tuple(reads.arrays[n] for n in places))
+    made = trace(mod, *rest)
+    places, again = positions(made.arrays, reads.arrays), reads_of(mod)
+    # a derivative rule, or a step that jax computes, may hold a captured array or its numbers
+    held = bool(reads.arrays) and (made.ruled or any(p.calls for p in made.programs))
+    if places is not None and not held and again is not None and again.key == reads.key:
+        _KEPT.put(key, (dataclasses.replace(made, arrays=()), places), same)
+    return made
 
 
 WHOLE_ARRAY_IN_RULE = (
