@@ -89,6 +89,14 @@ def test_forward_and_backward_tiles_are_apart() -> None:
     assert tile(asked, backward=True) == (128, 128)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_of_few_keys_computes_those_alone(backward: bool) -> None:
+    q, k, v = (jnp.zeros((1, tokens, 2, 8)) for tokens in (8, 24, 24))
+    few = prepare(Arguments(q, k, v, mask_mod=masks.causal)).plan
+    sizes = choose_tile_sizes(few, CPU, backward)
+    assert (sizes.block_q, sizes.block_kv, sizes.padded_kv) == (8, 24, 24)
+
+
 def test_tiles_that_suit_another_backend_give_way() -> None:
     """Under a mask: a block high, and as many whole blocks wide as were asked for; without one: no larger than the lengths."""
     for mask, asked, got in (

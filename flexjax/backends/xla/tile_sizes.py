@@ -122,8 +122,10 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
-        # A call with fewer queries than a block, as in decoding, computes those queries alone.
+        # A call with fewer queries or keys than a block, as in decoding, computes those alone.
         block_q, block_kv = min(plan.blocks.block_q, max(plan.q_len, 1)), plan.blocks.block_kv
+        if not plan.page:  # with pages tiles do not depend on how many keys there are
+            block_kv = min(block_kv, max(plan.kv_len, 1))
         lists_batch, lists_heads = plan.blocks.batch, plan.blocks.heads
         widest = max(plan.blocks.partial, plan.blocks.full, 1)
         if lists_heads == 1 and lists_batch == 1:
