@@ -163,7 +163,7 @@ def check_array(name: str, x: object) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
         raise bad_argument(name, kind_of(x), "an array", "Pass a jax.Array or a numpy array.")
     _check_static(name, x.shape)
-    return jnp.asarray(x)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:

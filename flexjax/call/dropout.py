@@ -16,6 +16,8 @@ from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
 from flexjax.types import Dropout
 
 Array = jax.Array
+Words = tuple[Array, Array]
+"""Two uint32 scalars."""
 
 
 def mix(x: Array) -> Array:
@@ -27,8 +29,8 @@ def mix(x: Array) -> Array:
     return x ^ (x >> jnp.uint32(16))
 
 
-def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-    """bool: whether dropout keeps the entry (b, h, q_idx, kv_idx), with chance 1 - rate; `words` are uint32 [2]."""
+def kept(words: Words, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """bool: whether dropout keeps the entry (b, h, q_idx, kv_idx), with chance 1 - rate; `words` seed the hash."""
     u = lambda i: jnp.asarray(i).astype(jnp.uint32)
     head = mix(words[0] ^ mix(u(b) * jnp.uint32(0x9E3779B9) + u(h) + jnp.uint32(1)))
     row = mix(head ^ mix(u(q_idx) + words[1]))
@@ -60,8 +62,8 @@ def dropout_program(given: Dropout | None, sizes: Sizes, dtype: str = "float32")
     return trace_multiplier("dropout", dropout, sizes)
 
 
-def key_words(key: object) -> Array:
-    """uint32 [2], the seed of the hash, from one jax PRNG key, typed or raw. Raises ValueError for anything else."""
+def key_words(key: object) -> Words:
+    """The seed of the hash, from one jax PRNG key, typed or raw. Raises ValueError for anything else."""
     if key is None:
         raise bad_argument(
             "dropout.key", "None", "a jax random key, because the rate is positive", "Pass jax.random.key(seed)."
@@ -76,11 +78,18 @@ def key_words(key: object) -> Array:
             "one key",
             "Pass jax.random.key(seed), not a batch of keys.",
         )
-    return jnp.stack([data[0] ^ mix(data[2]), data[1] ^ mix(data[3])]) if data.shape[0] >= 4 else data[:2]
+    return _words(data)
+
+
+@jax.jit  # one dispatch in an eager call
+def _words(data: Array) -> Words:
+    if data.shape[0] < 4:
+        return data[0], data[1]
+    return data[0] ^ mix(data[2]), data[1] ^ mix(data[3])
 
 
 def dense_keep(
-    words: Array,
+    words: Words,
     rate: float,
     shape: tuple[int, int, int, int],
     broadcast: bool = False,

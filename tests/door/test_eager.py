@@ -59,6 +59,7 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "lambda": lambda: {"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < WIDTH)},
     "bias": lambda: {"score_mod": lambda score, b, h, q_idx, kv_idx: score + TABLE[h, q_idx - kv_idx + T - 1]},
     "soft_cap": lambda: {"score_mod": mods.softcap_approx(5.0)},
+    "dropout": lambda: {"dropout": flexjax.Dropout(0.5, jax.random.key(0))},
     "scale": lambda: {"score_mod": mods.softcap(5.0), "scale": jnp.float32(0.5)},
 }
 
