@@ -77,9 +77,7 @@ PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a T
 them.
 """
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
-
-if jax.config.jax_platforms != "cpu" and any(map(importlib.util.find_spec, PLUGINS)):  # type: ignore[attr-defined]
+if any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")):
     # This module of Pallas adds a setting to the cache key of jax's traces. If the kernels imported it during the first
     # trace of a function, the key would change and the function would be traced and compiled twice.
     with contextlib.suppress(ImportError):
