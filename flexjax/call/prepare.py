@@ -308,8 +308,9 @@ def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: 
     arrays = traced.arrays
     if any(isinstance(x, Tracer) or x.is_deleted() for x in arrays):
         return make()
-    # the lists lie on the default device
-    settings = jax.config.jax_enable_x64, jax.config.jax_default_device  # type: ignore[attr-defined]
+    # the lists lie on the default device, which jax.extend.backend.clear_backends makes anew
+    at = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
+    settings = jax.config.jax_enable_x64, at  # type: ignore[attr-defined]
     key = traced.program, tuple(map(id, arrays)), sizes, settings
     if (kept := _BLOCKS.get(key, arrays)) is not None:
         return dataclasses.replace(kept, captures=arrays)
