@@ -8,6 +8,7 @@ FallbackWarning      a call runs, but slower than it could
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import os
@@ -55,7 +56,7 @@ def kind_of(value: object) -> str:
 
 def not_bool(name: str, dtype: np.dtype) -> str:
     """The message about a mask mod `name` whose result has another dtype."""
-    todo = "Compare explicitly, for example `value != 0`."
+    todo = "Compare explicitly, for example `value != 0`; of a Python bool write `not x`, because `~x` is -1 or -2."
     if np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16":
         todo = (
             "Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in "
@@ -226,13 +227,18 @@ had.
 """
 
 
-def unknown_keywords(function: str, unknown: Iterable[str], of: str) -> ArgumentNameError:
-    """The error for keywords that `function` does not have, which takes those of `of`; the caller raises it."""
+def unknown_keywords(function: str, unknown: Iterable[str], of: str, has: Iterable[str]) -> ArgumentNameError:
+    """The error for keywords that `function` does not have, which takes those of `of`; the caller raises it.
+
+    has   the keywords that it has
+    """
     names = sorted(unknown)
     known: dict[str, list[str]] = {}
     for name in names:
         if name in INSTEAD:
             known.setdefault(INSTEAD[name], []).append(f"`{name}`")
+        elif near := difflib.get_close_matches(name, has, 1, 0.7):
+            known.setdefault(f"{near[0]}=", []).append(f"`{name}`")
     advice = "".join(f" In place of {' and '.join(old)} write {new}." for new, old in known.items())
     takes = f"it takes those of {of}" if of != function else f"help(flexjax.{function}) lists those that it takes"
     return ArgumentNameError(f"{function}() got unexpected arguments {', '.join(names)}; {takes}.{advice}")
@@ -242,13 +248,20 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function of arrays, which may have `__jax_array__`; unknown keywords raise ArgumentNameError."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    by_place = [n for n, p in parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    by_name = [n for n, p in parameters.items() if p.kind == p.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
         try:
             if not takes_all and (unknown := kwargs.keys() - parameters.keys()):
-                raise unknown_keywords(function.__name__, unknown, function.__name__)
+                raise unknown_keywords(function.__name__, unknown, function.__name__, parameters)
+            if by_name and len(args) > len(by_place):
+                raise ArgumentNameError(
+                    f"{function.__name__}() got {len(args)} arguments by position; expected at most {len(by_place)}, "
+                    f"{', '.join(by_place)}. Write the names of the others, for example {by_name[0]}=."
+                )
             named = {name: unwrapped(x) for name, x in kwargs.items()}
             return function(*map(unwrapped, args), **named)  # type: ignore[arg-type]
         except Exception as error:

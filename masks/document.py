@@ -85,12 +85,16 @@ def _check_signs(**ids: Array) -> None:
             )
 
 
-def _of_ids(q_ids: Array, kv_ids: Array, sizes: Sequence[Size]) -> MaskMod:
-    """The mask that compares document ids, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`."""
+def _of_ids(q_ids: Array, kv_ids: Array, sizes: Sequence[Size], last_holds: bool = False) -> MaskMod:
+    """The mask that compares document ids, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`.
+
+    last_holds   whether the last id is that of all tokens past the end
+    """
 
     @named("document", *sizes)
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return batched_value_at(q_ids, b, q_idx) == batched_value_at(kv_ids, b, kv_idx)
+        q_id, kv_id = (batched_value_at(ids, b, i, last_holds) for ids, i in ((q_ids, q_idx), (kv_ids, kv_idx)))
+        return q_id == kv_id
 
     return mask_mod
 
@@ -122,7 +126,7 @@ def _of_offsets(offsets: Array, sizes: Sequence[Size]) -> MaskMod:
         in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
         q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape), jnp.int32) for nobody in (-1, -2))
-        return _of_ids(q_ids, kv_ids, sizes)
+        return _of_ids(q_ids, kv_ids, sizes, last_holds=True)
     count = offsets.shape[-1] - 1
     if count > MOST_TRACED:
         raise ValueError(

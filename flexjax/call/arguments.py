@@ -146,7 +146,7 @@ def refuse_unknown_keywords(
     """Raises ArgumentNameError if a keyword `given` to `function` is not among the `known` ones of `of`."""
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise unknown_keywords(function, unknown, of)
+        raise unknown_keywords(function, unknown, of, known)
 
 
 def describe_call(function: str, arguments: Arguments) -> str:

@@ -10,11 +10,13 @@ def value_at(value: int | Array, index: Array) -> int | Array:
     return value[index] if value.shape[0] > 1 else value[0]
 
 
-def batched_value_at(values: Array, b: Array, index: Array) -> Array:
-    """`values[index]` of `[n]`, or `values[b, index]` of `[B, n]` or `[1, n]`."""
-    if values.ndim == 1:
-        return values[index]
-    return values[b, index] if values.shape[0] > 1 else values[0, index]
+def batched_value_at(values: Array, b: Array, index: Array, last_holds: bool = False) -> Array:
+    """`values[index]` of `[n]`, or `values[b, index]` of `[B, n]` or `[1, n]`.
+
+    last_holds   whether the last value is meant past the end, so that nothing warns
+    """
+    at = index if values.ndim == 1 else (b if values.shape[0] > 1 else 0, index)
+    return values.at[at].get(mode="clip") if last_holds else values[at]
 
 
 def head_value(value: float | Array, h: Array, score: Array) -> float | Array:

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 
 class Mod:
@@ -28,6 +28,17 @@ class Mod:
 
     def __repr__(self) -> str:
         return f"<{self.__name__}>"
+
+    def __and__(self, other: object) -> NoReturn:
+        raise TypeError("Functions have no `&`; of two masks write flexjax.and_masks(a, b).")
+
+    def __or__(self, other: object) -> NoReturn:
+        raise TypeError("Functions have no `|`; of two masks write flexjax.or_masks(a, b).")
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError("Functions have no `~`; of a mask write flexjax.not_mask(a).")
+
+    __rand__, __ror__ = __and__, __or__
 
     def __reduce__(self) -> tuple:
         attributes = {name: value for name, value in vars(self).items() if name != "__wrapped__"}

@@ -135,6 +135,8 @@ def _word(node: ast.AST) -> str:
         return "uses `and`" if isinstance(node.op, ast.And) else "uses `or`"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return "uses `not`"
+    if (tighter := _binds_tighter(node)) is not None:
+        return f"chains comparisons, because `{BITS[type(tighter.op)]}` binds tighter than they do,"
     if isinstance(node, ast.Compare) and len(node.ops) > 1:
         return "chains comparisons"
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
@@ -157,9 +159,31 @@ def written(node: ast.expr) -> str:
         return f"~({inner})" if _is_bool(node.operand) else f"jnp.logical_not({inner})"
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
+        if _binds_tighter(node):
+            return _by_comparisons(sides, node.ops)
         pairs = [_compared(a, op, b) for a, op, b in zip(sides, node.ops, sides[1:], strict=False)]
         return pairs[0] if len(pairs) == 1 else " & ".join(f"({p})" for p in pairs)
     return ast.unparse(node)
+
+
+BITS = {ast.BitAnd: "&", ast.BitOr: "|"}
+
+
+def _binds_tighter(node: ast.AST) -> ast.BinOp | None:
+    """The first operand of a chain of comparisons, inside of it, that is a & b or a | b: Python reads a <= b & c < d as
+    a <= (b & c) < d.
+    """
+    inner = node.comparators[:-1] if isinstance(node, ast.Compare) else []
+    return next((x for x in inner if isinstance(x, ast.BinOp) and type(x.op) in BITS), None)
+
+
+def _by_comparisons(sides: list[ast.expr], ops: list[ast.cmpop]) -> str:
+    """A chain of comparisons, taken apart at & and |, as it was meant."""
+    left, op, right = sides[0], ops[0], sides[1]
+    if isinstance(right, ast.BinOp) and type(right.op) in BITS and len(ops) > 1:
+        rest = _by_comparisons([right.right, *sides[2:]], ops[1:])
+        return f"({_compared(left, op, right.left)}) {BITS[type(right.op)]} {rest}"
+    return f"({written(ast.Compare(left, ops, sides[1:]))})"
 
 
 def _is_bool(node: ast.expr) -> bool:

@@ -116,6 +116,10 @@ def chained(s, b, h, q, k):
     return s * (0 <= q - k < 5)
 
 
+def tighter(s, b, h, q, k):
+    return s * (q >= k & q - k < 5 | h < 2)
+
+
 def all_of_them(s, b, h, q, k):
     return s if 0 <= q < k and not q % 2 else -s
 
@@ -162,6 +166,8 @@ WRITE = {
     either_number: f"uses `or` on {AT_RUN_TIME}; write `jnp.logical_or(q % 2, k)`.",
     opposite: f"uses `not` on {AT_RUN_TIME}; write `~(q >= k)`.",
     chained: f"chains comparisons on {AT_RUN_TIME}; write `(0 <= q - k) & (q - k < 5)`.",
+    tighter: f"chains comparisons, because `&` binds tighter than they do, on {AT_RUN_TIME}; write "
+    "`(q >= k) & (q - k < 5) | (h < 2)`.",
     all_of_them: f"chains comparisons on {AT_RUN_TIME}; write "
     "`jnp.where(((0 <= q) & (q < k)) & jnp.logical_not(q % 2), s, -s)`.",
     branch: f"uses `and` on {AT_RUN_TIME}; write `jnp.where((q >= k) & (k > 1), value_if_true, value_if_false)`.",

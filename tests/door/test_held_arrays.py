@@ -137,10 +137,15 @@ MESSAGES = {
         "`mask_mod` cannot be compiled: `or_masks`: `mask_mods[1]`, `additive`, returned a float32; expected a bool scalar, True where the query "
         "may look at the key. Where it is an additive mask, 0 or -inf, `value == 0` shows what it shows; or add it to the score in score_mod.",
     ),
+    "an inverted bool": (
+        lambda: attend(x(), x(), x(), mask_mod=lambda b, h, i, j: (i >= j) | -2),
+        "`mask_mod` returned an int32; expected a bool scalar, True where the query may look at the key. Compare explicitly, for example "
+        "`value != 0`; of a Python bool write `not x`, because `~x` is -1 or -2.",
+    ),
     "a number in not_mask": (
         lambda: attend(x(), x(), x(), mask_mod=flexjax.not_mask(lambda b, h, i, j: i - j)),
         "`mask_mod` cannot be compiled: `not_mask`: `mask_mod`, `<lambda>`, returned an int32; expected a bool scalar, True where the query may "
-        "look at the key. Compare explicitly, for example `value != 0`.",
+        "look at the key. Compare explicitly, for example `value != 0`; of a Python bool write `not x`, because `~x` is -1 or -2.",
     ),
     "another order": (
         lambda: attend(x(), x(), x(), mask_mod=lambda q_idx, kv_idx, b, h: q_idx >= kv_idx),
@@ -187,3 +192,37 @@ def test_a_read_in_a_held_array_is_no_false_alarm() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(x(), x(), x(), score_mod=mods.temperature(Held(array(heads))))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("join", "message"),
+    [
+        (lambda a, b: a & b, "Functions have no `&`; of two masks write flexjax.and_masks(a, b)."),
+        (lambda a, b: b | a, "Functions have no `|`; of two masks write flexjax.or_masks(a, b)."),
+        (lambda a, b: ~a, "Functions have no `~`; of a mask write flexjax.not_mask(a)."),
+    ],
+)
+def test_operators_of_masks_say_what_to_write(join: Callable, message: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        join(masks.sliding_window(4), masks.causal)
+    assert str(refused.value) == message
+
+
+def test_arguments_by_position_and_near_names() -> None:
+    with pytest.raises(TypeError) as refused:
+        attend(x(), x(), x(), masks.causal)
+    assert str(refused.value) == (
+        "flex_attention() got 4 arguments by position; expected at most 3, query, key, value. Write the names of the others, for example "
+        "score_mod=."
+    )
+    with pytest.raises(TypeError, match=r"In place of `maskmod` write mask_mod=\.$"):
+        attend(x(), x(), x(), maskmod=masks.causal)
+
+
+@pytest.mark.parametrize("given", [{"lengths": jnp.array([2, 3])}, {"offsets": jnp.array([0, 2, 5])}])
+def test_documents_may_end_before_the_call(given: dict[str, jax.Array]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = attend(x(), x(), x(), mask_mod=masks.document(**given))
+    assert not out[:, 5:].any()
+    assert out[:, :5].any()

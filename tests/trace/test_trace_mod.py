@@ -480,7 +480,7 @@ REFUSED_MASKS = {
     "int": (
         lambda b, h, q, k: q - k,
         "`mask_mod` returned an int32; expected a bool scalar, True where the query may look at the key. "
-        "Compare explicitly, for example `value != 0`.",
+        "Compare explicitly, for example `value != 0`; of a Python bool write `not x`, because `~x` is -1 or -2.",
     ),
     "too many": (
         lambda s, b, h, q, k: q > k,

@@ -207,7 +207,7 @@ class MosaicGpu:
         results = family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
         # In a scan over layers XLA moves a kernel into the update that keeps its result for the backward pass, and runs
         # it once more for the other users of the result; not past a barrier.
-        return Results(*(x if x is None else lax.optimization_barrier(x) for x in results))
+        return jax.tree.map(lax.optimization_barrier, results)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         return family_of(target, plan.options).backward(plan, given)
