@@ -13,6 +13,9 @@ blocks, half what it needs and half what the rounds send (rounds.py). The search
 chunks of blocks, so that its time does not grow with the square of the length.
 """
 
+import typing
+from collections.abc import Iterator
+
 import numpy as np
 
 from flexjax.integers import cdiv, round_up
@@ -76,7 +79,7 @@ def balanced(
         owner[start.ravel()] = np.repeat(np.arange(devices), chunks // devices)
         states.append(State(search, owner))
     if min(state.loads.max() for state in states) > EVEN * search.mean:
-        states.append(search.with_less_traffic(min(map(search.improved, states), key=lambda state: state.cost)))
+        states.append(search.reduce_traffic(min(map(search.improved, states), key=lambda state: state.cost)))
     best = min(states, key=lambda state: state.cost)  # the first of equals: contiguous
     of_device = np.argsort(best.owner, kind="stable").reshape(devices, -1)
     return (of_device[:, :, None] * chunk + np.arange(chunk)).reshape(devices, each).astype(np.int32)
@@ -112,7 +115,7 @@ def _joined(needed: np.ndarray, owner: np.ndarray, few: int) -> tuple[np.ndarray
 
 
 class Search:
-    """The search for a better ownership by exchanges of runs of chunks between devices; it changes no State.
+    """The search for a better ownership by exchanges of runs of chunks between devices, which changes a State.
 
     An exchange is int [3]: first chunk of a run of one device, that of a run of the other, length of both in chunks.
     """
@@ -122,84 +125,59 @@ class Search:
         # None: columns are the chunks, owned as the rows are
         self.needed, self.devices, self.key_owner = needed, devices, key_owner
         self.mean = max(float(work.sum()) / devices, 1e-30)  # load of a device
-        count = lambda x, axis: np.concatenate([np.zeros_like(x[:1]), np.cumsum(x, axis, dtype=x.dtype)])
-        self.sums = count(needed.astype(np.int32), 0)  # over the chunks before each
-        self.work_sums = count(np.asarray(work, float), 0)
+        self.sums = _sums_before(needed.astype(np.int32), 0)
+        self.work_sums = _sums_before(np.asarray(work, float), 0)
         self.work = np.asarray(work, float)
         self.others = needed.shape[1] * (1 - 1 / devices)  # key columns of the other devices of a device
-        at = np.arange(devices)
-        # for each distance 1, 2, ... all pairs of devices at that distance, int [devices - 1, devices]
-        self.senders, self.receivers = np.tile(at, (devices - 1, 1)), (at + at[1:, None]) % devices
 
     def improved(self, state: "State") -> "State":
         """The cheapest of `state` and those after exchanges that even out the loads by more than the traffic grows."""
-        best = state
+        best, cost = state.owner, state.cost
+        state = State(self, state.owner.copy())
         for _ in range(4 * self.devices):
-            if state.loads.max() <= EVEN * self.mean:
+            if state.loads.max() <= EVEN * self.mean or not self._make_best_exchange(state):
                 break
-            better = self._best_exchange(state)
-            if better is None:
-                break
-            state = better
-            best = min(best, state, key=lambda x: x.cost)
-        return best
+            if state.cost < cost:
+                best, cost = state.owner.copy(), state.cost
+        return State(self, best)
 
-    def traffic(self, sent: np.ndarray) -> np.ndarray:
-        """[...]: what a device receives, as a share of the key columns of all others; sent: [..., receiver, sender]."""
-        if self.devices == 1:
-            return np.zeros(sent.shape[:-2])
-        by_distance = sent[..., self.receivers, self.senders]
-        return (by_distance.max(-1) + by_distance.mean(-1)).sum(-1) / (2 * self.others)
-
-    def _best_exchange(self, state: "State") -> "State | None":
-        """The state after the best exchange of the device with most work and one with least; None if none helps."""
+    def _make_best_exchange(self, state: "State") -> bool:
+        """Makes the best exchange of the device with most work and one with least; False if none helps."""
         high = int(state.loads.argmax())
-        best: tuple[float, State] | None = None
+        best: tuple[float, Effects, int] | None = None
         for low in np.argsort(state.loads, kind="stable")[: 3 if self.devices <= 8 else 1]:
             runs = self._runs(state, high, int(low))
             if low == high or not len(runs):
                 continue
-            gain, traffic = self._effects(state, high, int(low), runs)
+            effects = state.effects(high, int(low), runs)
             # the gain in load over the mean load, less the growth of the traffic
-            value = gain / self.mean - (traffic - state.traffic)
+            value = effects.gain / self.mean - (effects.traffic - state.traffic)
             at = int(value.argmax())
             if value[at] > (1e-6 if best is None else best[0]):
-                best = float(value[at]), self._exchanged(state, high, int(low), runs[at])
-        return None if best is None else best[1]
+                best = float(value[at]), effects, at
+        if best is not None:
+            state.exchange(*best[1:])
+        return best is not None
 
-    def with_less_traffic(self, state: "State") -> "State":
-        """`state`, or one of less traffic with loads up to EVEN times the mean or the heaviest of `state`."""
+    def reduce_traffic(self, state: "State") -> "State":
+        """Exchanges runs for less traffic, with loads up to EVEN times the mean or the heaviest; returns `state`."""
         draw = np.random.default_rng(0)
         limit = max(EVEN * self.mean, float(state.loads.max()))
         for _ in range(STEPS):
-            one, other = draw.choice(self.devices, 2, replace=False)
-            runs = self._even_runs(state, int(one), int(other), limit, draw)
+            one, other = map(int, draw.choice(self.devices, 2, replace=False))
+            runs = self._even_runs(state, one, other, limit, draw)
             if not len(runs):
                 continue
-            _, traffic = self._effects(state, int(one), int(other), runs)
-            at = int(traffic.argmin())
-            if traffic[at] < state.traffic - 1e-6:
-                state = self._exchanged(state, int(one), int(other), runs[at])
+            effects = state.effects(one, other, runs)
+            at = int(effects.traffic.argmin())
+            if effects.traffic[at] < state.traffic - 1e-6:
+                state.exchange(effects, at)
         return state
-
-    def _exchanged(self, state: "State", one: int, other: int, run: np.ndarray) -> "State":
-        """The state after the devices `one` and `other` exchange the runs of chunks `run`."""
-        first, second, length = run
-        owner, counts = state.owner.copy(), state.counts.copy()
-        owner[first : first + length], owner[second : second + length] = other, one
-        change = self.sums[first + length] - self.sums[first] - self.sums[second + length] + self.sums[second]
-        counts[one] -= change
-        counts[other] += change
-        return State(self, owner, counts)
 
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
         """int [n, 3]: random exchanges, SAMPLED // len(RUNS) of a length, that leave neither load above `limit`."""
         found = [np.zeros((0, 3), int)]
-        for length in RUNS:
-            starts = np.arange(0, len(state.owner) - length + 1, max(1, length // 2))
-            mine, theirs = (starts[state.owns_run(device, starts, length)] for device in (one, other))
-            if not len(mine) or not len(theirs):
-                break
+        for length, mine, theirs in state.owned_runs(one, other, overlapping=True):
             work = lambda at, n=length: self.work_sums[at + n] - self.work_sums[at]
             moved = work(mine)[:, None] - work(theirs)
             even = np.flatnonzero((state.loads[other] + moved <= limit) & (state.loads[one] - moved <= limit))
@@ -209,14 +187,10 @@ class Search:
 
     def _runs(self, state: "State", high: int, low: int) -> np.ndarray:
         """int [n, 3]: the exchanges, at most CANDIDATES, that make two loads most nearly equal, the best first."""
-        gap, chunks = state.loads[high] - state.loads[low], len(state.owner)
+        gap = state.loads[high] - state.loads[low]
         found = [np.zeros((0, 3), int)]
         off = [np.zeros(0)]
-        for length in RUNS:
-            starts = np.arange(0, chunks - length + 1, length)
-            mine, theirs = (starts[state.owns_run(device, starts, length)] for device in (high, low))
-            if not len(mine) or not len(theirs):
-                break
+        for length, mine, theirs in state.owned_runs(high, low, overlapping=False):
             work = lambda at, n=length: self.work_sums[at + n] - self.work_sums[at]
             moved = work(mine)[:, None] - work(theirs)
             # the load of `high`, the larger one, gets smaller, and that of `low` stays below what `high` had
@@ -230,56 +204,133 @@ class Search:
         runs = np.concatenate(found)
         return runs[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
 
-    def _effects(self, state: "State", one: int, other: int, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(gain, traffic), [n] each, of exchanges `runs`, int [n, 3]."""
-        a, b, length = runs.T
-        between = lambda sums, at: sums[at + length] - sums[at]
-        moved = between(self.work_sums, a) - between(self.work_sums, b)
-        # The larger of the two loads before less the larger one after, if `one` has the larger load before.
-        gain = np.minimum(moved, state.loads[one] - state.loads[other] - moved)
-        change = between(self.sums, a) - between(self.sums, b)  # [n, columns]
-        new = {one: state.counts[one] - change > 0, other: state.counts[other] + change > 0}
-        sent = np.repeat(state.sent[None], len(runs), 0)
-        for device, need in new.items():
-            sent[:, device] = need.astype(np.float32) @ state.owns
-        if self.key_owner is None:
-            # the columns of the runs change hands, for every receiver
-            ends = np.concatenate(
-                [np.zeros_like(state.needs[:, :1], np.float32), np.cumsum(state.needs, 1, dtype=np.float32)], 1
-            )
-            gained = ends[:, a + length] - ends[:, a] - ends[:, b + length] + ends[:, b]
-            gained = gained.T.copy()
-            for device, need in new.items():
-                ends = np.concatenate([np.zeros((len(runs), 1), np.float32), np.cumsum(need, 1, dtype=np.float32)], 1)
-                rows = np.arange(len(runs))
-                gained[:, device] = ends[rows, a + length] - ends[rows, a] - ends[rows, b + length] + ends[rows, b]
-            sent[:, :, one] -= gained
-            sent[:, :, other] += gained
-        return gain, self.traffic(sent)
+
+def _sums_before(x: np.ndarray, axis: int, dtype: type | None = None) -> np.ndarray:
+    """The sums over the entries before each along the axis, and last that of all: one entry more than x has."""
+    before = np.zeros([n + (i == axis) for i, n in enumerate(x.shape)], dtype or x.dtype)
+    np.cumsum(x, axis, out=before[(slice(None),) * axis + (slice(1, None),)])
+    return before
+
+
+class Effects(typing.NamedTuple):
+    """What n exchanges of runs between two devices change, each alone; the first dim of arrays is the exchange."""
+
+    pair: tuple[int, int]
+    runs: np.ndarray  # int [n, 3]
+    gain: np.ndarray  # [n]: the larger load of the pair before less that after, if it is that of the first
+    traffic: np.ndarray  # [n]: after
+    change: np.ndarray  # int32 [n, key columns]: what the first loses of `State.counts`, and the second gains
+    received: np.ndarray  # [n, 2, devices]: what each of the pair receives from each device
+    sent: np.ndarray  # [n, 2, devices]: what each of the pair sends to each device
 
 
 class State:
-    """An ownership, `owner` int [chunks] (the device of each query chunk), and what follows from it."""
+    """An ownership, `owner` int [chunks] (the device of each query chunk), and what follows from it.
 
-    def __init__(self, search: Search, owner: np.ndarray, counts: np.ndarray | None = None):
-        """Keeps `owner`, does not copy it; `counts`, the field, if the caller knows it already."""
+    `sent[d, i]` is how many key columns of device i the device d places after it needs; at d = 0, of its own. An
+    exchange changes two rows and two columns of receivers and senders, so its effects cost O(devices + columns) each.
+    """
+
+    def __init__(self, search: Search, owner: np.ndarray):
+        """Keeps `owner`, does not copy it."""
         devices = search.devices
-        self.owner = owner
+        self.search, self.owner = search, owner
         self.loads = np.bincount(owner, search.work, devices)  # [devices]: work of each
-        if counts is None:
-            order = np.argsort(owner, kind="stable")
-            starts = np.searchsorted(owner[order], np.arange(devices))
-            counts = np.add.reduceat(search.needed[order], starts, 0, dtype=np.int32)
-        self.counts = counts  # int32 [devices, key columns]: chunks of the device that read it
-        self.needs = self.counts > 0
+        order = np.argsort(owner, kind="stable")
+        starts = np.searchsorted(owner[order], np.arange(devices))
+        # int32 [devices, key columns]: chunks of the device that read it
+        self.counts = np.add.reduceat(search.needed[order], starts, 0, dtype=np.int32)
         keys = owner if search.key_owner is None else search.key_owner
-        self.owns = (keys[:, None] == np.arange(devices)).astype(np.float32)  # [key columns, devices]: 1 for the owner
-        # [receiver, sender]: columns that travel; diagonal: own ones
-        self.sent = self.needs.astype(np.float32) @ self.owns
-        self.traffic = float(search.traffic(self.sent))
-        self.cost = float(max(self.loads.max() / search.mean, EVEN)) + self.traffic
+        # key columns by their owners, and where those of each device begin and end
+        self.columns = np.argsort(keys, kind="stable")
+        self.bounds = np.searchsorted(keys[self.columns], np.arange(devices + 1))
+        needs = self.counts > 0
+        # int32 [key columns + 1, devices]: how many of the columns before each a device needs
+        self.needs_before = np.ascontiguousarray(_sums_before(needs, 1, np.int32).T)
+        self.at = np.arange(devices)
+        self.sent = np.empty((devices, devices), np.float32)
+        self.sent[(self.at[:, None] - self.at) % devices, self.at] = self._by_owner(needs)
+        self._set_traffic(float(self._traffic(self.sent[1:].max(1).sum(), self.sent[1:].sum())))
 
-    def owns_run(self, device: int, starts: np.ndarray, length: int) -> np.ndarray:
-        """bool [n]: whether the device owns all `length` chunks from each of the chunks `starts`, int [n], on."""
-        count = np.concatenate([[0], np.cumsum(self.owner == device)])
-        return count[starts + length] - count[starts] == length
+    def _by_owner(self, needs: np.ndarray) -> np.ndarray:
+        """[..., devices]: how many of the key columns of each device `needs`, bool [..., key columns], names."""
+        before = _sums_before(needs[..., self.columns], needs.ndim - 1, np.int32)
+        return before[..., self.bounds[1:]] - before[..., self.bounds[:-1]]
+
+    def _traffic(self, widest: typing.Any, total: typing.Any) -> typing.Any:
+        """What a device receives, as a share of the key columns of all others.
+
+        widest   the sum over distances of the most that a device sends there
+        total    key columns that all devices receive
+        """
+        return (widest + total / self.search.devices) / (2 * max(self.search.others, 1e-30))
+
+    def _set_traffic(self, traffic: float) -> None:
+        self.traffic = traffic
+        self.cost = float(max(self.loads.max() / self.search.mean, EVEN)) + traffic
+
+    def owned_runs(self, one: int, other: int, overlapping: bool) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(length, first chunks of the runs of `one`, those of `other`) for the RUNS that both have, shortest first."""
+        before = [_sums_before(self.owner == device, 0, int) for device in (one, other)]
+        for length in RUNS:
+            step = max(1, length // 2) if overlapping else length
+            starts = np.arange(0, len(self.owner) - length + 1, step)
+            mine, theirs = (starts[x[starts + length] - x[starts] == length] for x in before)
+            if not len(mine) or not len(theirs):
+                return
+            yield length, mine, theirs
+
+    def effects(self, one: int, other: int, runs: np.ndarray) -> Effects:
+        """The Effects of the exchanges `runs`, int [n, 3]."""
+        search, at, devices = self.search, self.at, self.search.devices
+        a, b, length = runs.T
+        between = lambda sums: sums[a + length] - sums[a] - sums[b + length] + sums[b]
+        moved, change = between(search.work_sums), between(search.sums)
+        gain = np.minimum(moved, self.loads[one] - self.loads[other] - moved)
+        needs = np.stack([self.counts[one] - change > 0, self.counts[other] + change > 0], 1)
+        received = self._by_owner(needs).astype(np.float32)
+        pair = np.array([one, other])
+        # what the pair sends to each device, by distance
+        sent = self.sent[(at - pair[:, None]) % devices, pair[:, None]]
+        sent = np.repeat(sent[None], len(runs), 0)
+        if search.key_owner is None:
+            # the columns of the runs change hands, for every receiver
+            gained = between(self.needs_before).astype(np.float32)
+            offset = np.arange(int(length.max()))
+            inside = (offset < length[:, None])[:, None]
+            last = needs.shape[2] - 1
+            of_run = lambda first: np.take_along_axis(needs, np.minimum(first[:, None] + offset, last)[:, None], 2)
+            gained[:, pair] = np.count_nonzero(of_run(a) & inside, 2) - np.count_nonzero(of_run(b) & inside, 2)
+            sent[:, 0] -= gained
+            sent[:, 1] += gained
+            received[:, :, one] -= gained[:, pair]
+            received[:, :, other] += gained[:, pair]
+        sent[:, :, pair] = received[:, :, pair].swapaxes(1, 2)
+        # the widest message of each distance among those that do not change, then with the new ones
+        kept = self.sent.copy()
+        kept[(pair[:, None] - at) % devices, at] = 0
+        kept[:, pair] = 0
+        widest = np.repeat(kept.max(1)[None], len(runs), 0)
+        for i, device in enumerate((one, other)):
+            np.maximum(widest, received[:, i, (device - at) % devices], out=widest)
+            np.maximum(widest, sent[:, i, (device + at) % devices], out=widest)
+        from_others = self.needs_before[-1] - self.sent[0]
+        total = from_others.sum() - from_others[pair].sum()
+        total = total + received.sum((1, 2)) - received[:, [0, 1], pair].sum(1)
+        return Effects((one, other), runs, gain, self._traffic(widest[:, 1:].sum(1), total), change, received, sent)
+
+    def exchange(self, effects: Effects, which: int) -> None:
+        """Makes one of the exchanges whose effects these are."""
+        (one, other), (first, second, length) = effects.pair, effects.runs[which]
+        pair, devices = np.array(effects.pair), self.search.devices
+        self.owner[first : first + length], self.owner[second : second + length] = other, one
+        self.loads = np.bincount(self.owner, self.search.work, devices)
+        self.counts[one] -= effects.change[which]
+        self.counts[other] += effects.change[which]
+        self.needs_before[:, pair] = _sums_before(self.counts[pair] > 0, 1, np.int32).T
+        if self.search.key_owner is None:
+            for device in effects.pair:
+                self.columns[self.bounds[device] : self.bounds[device + 1]] = np.flatnonzero(self.owner == device)
+        self.sent[(pair[:, None] - self.at) % devices, self.at] = effects.received[which]
+        self.sent[(self.at - pair[:, None]) % devices, pair[:, None]] = effects.sent[which]
+        self._set_traffic(float(effects.traffic[which]))

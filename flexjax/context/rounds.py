@@ -63,14 +63,19 @@ def rounds_of(keys: np.ndarray, key_blocks: np.ndarray, rounded: bool) -> Rounds
     if rounded:
         of_shift = _rounded(of_shift, devices, each)
     shifts = tuple(s for s, width in of_shift.items() if width)
+    # all that travels, by distance: where the messages of each round begin
+    sender, receiver, slot = np.nonzero(sent)
+    distance = (receiver - sender) % devices
+    order = np.argsort(distance, kind="stable")
+    begins = np.searchsorted(distance[order], np.arange(devices + 1))
+    first = np.cumsum(widths) - widths.ravel()  # of each message among all
+    place = np.arange(len(slot)) - first[sender * devices + receiver]
     send, received = [], []
     for s in shifts:
+        one = order[begins[s] : begins[s + 1]]
         slots, blocks = np.zeros((devices, of_shift[s]), np.int32), np.full((devices, of_shift[s]), -1, np.int32)
-        for sender in range(devices):
-            receiver = (sender + s) % devices
-            found = np.flatnonzero(sent[sender, receiver])
-            slots[sender, : len(found)] = found
-            blocks[receiver, : len(found)] = key_blocks[sender, found]
+        slots[sender[one], place[one]] = slot[one]
+        blocks[receiver[one], place[one]] = key_blocks[sender[one], slot[one]]
         send.append(slots)
         received.append(blocks)
     return Rounds(shifts, tuple(send), tuple(received))
