@@ -21,8 +21,9 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
     if seen is False:
         no = jnp.zeros((1, 1, 1, 1), bool)
         return Truth(can_true, can_false, no, no)
-    known = ~(is_nan(x.low) | is_nan(y.low)) & seen
-    return Truth(can_true, can_false, can_true & known, can_false & known)
+    if jnp.issubdtype(x.low.dtype, jnp.floating):
+        seen = ~(is_nan(x.low) | is_nan(y.low)) & seen
+    return Truth(can_true, can_false, *((can_true, can_false) if seen is True else (can_true & seen, can_false & seen)))
 
 
 def _lt(x: Interval, y: Interval, apart: bool) -> Truth:

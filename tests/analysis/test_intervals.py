@@ -1,6 +1,7 @@
 """Three-valued logic over blocks: each rule against every entry of every block, where it can say a wrong thing."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,8 @@ CERTAIN = {
     "remainders by nothing": lambda b, h, q, k: q % (WINDOW[h] // 9) == k % 1,
     "remainders by a negative": lambda b, h, q, k: q % -7 < k % -5,
     "divided by a negative": lambda b, h, q, k: q // -3 + 20 < k // -4,
+    "a chunk of chunks": lambda b, h, q, k: (q // 3) % 4 <= (k // 37) // 2,
+    "remainders of more than there is": lambda b, h, q, k: q % 200 < k % 131,
     "captured threshold": lambda b, h, q, k: k + 3 < WINDOW[h],
     "dense": lambda b, h, q, k: (BYTES[q] > 0) & (WORDS[k] > jnp.uint32(2**31)),
 }
@@ -100,3 +103,25 @@ def test_no_doubt_is_left(name: str) -> None:
     kinds, certain = found(CERTAIN[name])
     assert certain.all()
     np.testing.assert_array_equal(kinds, classes(dense(CERTAIN[name], SIZES), BLOCKS))
+
+
+def test_a_term_with_quotients_and_remainders_is_few_operations() -> None:
+    """XLA compiles each operation; a term that rounds down by jnp.floor_divide has 180."""
+
+    def operations(terms: int) -> int:
+        def mask(b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+            seen = q >= k
+            for m in range(terms):
+                seen = seen | ((q // (37 + m)) % (m + 2) == (k // (37 + m)) % (m + 2))
+            return seen
+
+        blocked = BlockedMask(trace_mask_mod(mask, SIZES).program, SIZES[:2], (T, S, *BLOCKS))
+        return size(jax.make_jaxpr(functools.partial(classify_rows, blocked))((), jnp.arange(6)).jaxpr)
+
+    def size(jaxpr: Any) -> int:
+        inner = [x.jaxpr for e in jaxpr.eqns for x in e.params.values() if hasattr(x, "jaxpr")]
+        return len(jaxpr.eqns) + sum(map(size, inner))
+
+    one, five, nine = map(operations, (1, 5, 9))
+    assert five - one <= 4 * 75
+    assert nine - five <= 1.1 * (five - one)
