@@ -72,41 +72,52 @@ def _visitors(mask: TracedMod, layout: ContextLayout, rounds: Rounds) -> Visitor
     query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
     (devices, rows), own = query_blocks.shape, key_blocks.shape[1]
     received = [np.asarray(x) for x in rounds.received]
-    visits = lambda queries, keys: np.concatenate(_classified(mask, layout, queries, keys))
-    every = [np.concatenate([x[d] for x in received]) for d in range(devices)]
-    queries = [np.unique(visits(query_blocks[d], every[d])[:, 2]) for d in range(devices)]
-    if max(map(len, queries)) > FEW * rows:
+    visiting = _on_axis(_classified(mask, layout, query_blocks, np.concatenate(received, 1)), 2, (devices, rows))
+    if np.count_nonzero(visiting, 1).max() > FEW * rows:
         return None
-    keys = [np.unique(visits(query_blocks[d, queries[d]], key_blocks[d])[:, 3]) for d in range(devices)]
+    queries = _listed(visiting, rows)
+    numbers = _taken(query_blocks, queries, -1)
+    visited = _on_axis(_classified(mask, layout, numbers, key_blocks), 3, (devices, own))
+    keys = _listed(visited, own)
     # what each round brings back: gradients of the blocks that were sent, without the padding of the message
     sent = []
     for shift, send, of_round in zip(rounds.shifts, rounds.send, received, strict=True):
         real = np.roll(of_round >= 0, -shift, 0)
         sent.append(np.where(real, np.asarray(send), own))
-    added = [keys, *([x[x < own] for x in of_round] for of_round in sent)]
-    changed = [np.unique(np.concatenate([x[d] for x in added])) for d in range(devices)]
-    most = max(map(len, changed))
-    places = [_padded([np.searchsorted(changed[d], keys[d]) for d in range(devices)], most)]
+    changes = np.pad(visited, ((0, 0), (0, 1)))
     for of_round in sent:
-        at = [np.searchsorted(changed[d], of_round[d]) for d in range(devices)]
-        places.append(np.where(of_round < own, np.stack(at), most).astype(np.int32))
-    number = lambda blocks, slots: _padded([blocks[d, slots[d]] for d in range(devices)], -1)
+        changes[np.arange(devices)[:, None], of_round] = True
+    changes = changes[:, :own]
+    changed = _listed(changes, own)
+    place = np.cumsum(changes, 1) - 1
     return Visitors(
-        queries=_padded(queries, rows),
-        query_blocks=number(query_blocks, queries),
-        keys=_padded(keys, own),
-        key_blocks=number(key_blocks, keys),
-        changed=_padded(changed, own),
-        places=tuple(places),
+        queries=queries,
+        query_blocks=numbers,
+        keys=keys,
+        key_blocks=_taken(key_blocks, keys, -1),
+        changed=changed,
+        places=tuple(_taken(place, slots, changed.shape[1]) for slots in (keys, *sent)),
     )
 
 
-def _padded(rows: list[np.ndarray], last: int) -> np.ndarray:
-    """int32 [rows, width]: the rows, padded with `last` to the length of the longest, which is at least 1."""
-    found = np.full((len(rows), max(1, *map(len, rows))), last, np.int32)
-    for row, numbers in zip(found, rows, strict=True):
-        row[: len(numbers)] = numbers
-    return found
+def _on_axis(pairs: tuple[np.ndarray, np.ndarray], axis: int, shape: tuple[int, int]) -> np.ndarray:
+    """bool [devices, blocks], of `shape`: the query blocks (axis 2) or key blocks (axis 3) that are in `pairs`."""
+    flags = np.zeros(shape, bool)
+    for places in pairs:
+        flags[places[:, 0], places[:, axis]] = True
+    return flags
+
+
+def _listed(flags: np.ndarray, last: int) -> np.ndarray:
+    """int32 [rows, width]: the columns at which each row is True, padded with `last` to the longest row, at least 1."""
+    num, index = (np.asarray(x) for x in transpose.lists_of(flags))  # pyright: ignore[reportArgumentType]
+    width = max(1, int(num.max()))
+    return np.where(np.arange(width) < num[:, None], index[:, :width], last).astype(np.int32)
+
+
+def _taken(x: np.ndarray, slots: np.ndarray, last: int) -> np.ndarray:
+    """int32 [rows, n]: the entries of each row of x, [rows, columns], at `slots`; `last` at the slot past the end."""
+    return np.take_along_axis(np.pad(x, ((0, 0), (0, 1)), constant_values=last), slots, 1).astype(np.int32)
 
 
 def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray) -> StageLists:
@@ -116,22 +127,18 @@ def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np
     keys      int32 [steps, devices, columns], for each step of the ring (1 for other methods)
     """
     steps, devices, columns = keys.shape
-    rows = queries.shape[1]
-    found = [[_classified(mask, layout, queries[d], keys[s, d]) for d in range(devices)] for s in range(steps)]
-    flat = [places for of_step in found for places in of_step]
-    grid, turned = (1, 1, rows), (1, 1, columns)
-    widths, widths_t = (
-        [max(transpose.longest_row(turn(places[i]), shape) for places in flat) for i in range(2)]
-        for turn, shape in ((lambda x: x, grid), (transpose.transposed_places, turned))
-    )
+    rows, entries = queries.shape[1], steps * devices
+    found = _classified(mask, layout, np.tile(queries, (steps, 1)), keys.reshape(entries, columns))
+    grid, turned = (entries, 1, rows), (entries, 1, columns)
+    widths = [transpose.longest_row(places, grid) for places in found]
+    widths_t = [transpose.longest_row(transpose.transposed_places(places), turned) for places in found]
 
     def stacked(which: int) -> tuple[typing.Any, typing.Any]:
         """(numbers, indices) of the partial (`which` 0) or full lists of all steps and devices, or None."""
         if not widths[which]:
             return None, None
-        made = [[transpose.lists_of_places(p[which], grid, widths[which]) for p in of_step] for of_step in found]
-        num, index = (np.stack([np.stack([x[i] for x in of_step]) for of_step in made]) for i in range(2))
-        return num, index
+        num, index = transpose.lists_of_places(found[which], grid, widths[which])
+        return tuple(x.reshape(steps, devices, 1, *x.shape[1:]) for x in (num, index))  # type: ignore[return-value]
 
     sizes = BlockLayout(1, 1, *layout.block_size, widths[0], widths[1], widths_t[0], widths_t[1])
     return StageLists(BlockLists(*stacked(0), *stacked(1)), sizes)
@@ -140,20 +147,24 @@ def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np
 def _classified(
     mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(partial, full): coordinates [n, 4], (0, 0, index in `queries`, index in `keys`), of these pairs of blocks.
+    """(partial, full): coordinates [n, 4], (entry, 0, index in its queries, index in its keys), of pairs of blocks.
 
-    queries, keys   int32: numbers of blocks in the sequence; -1, or a number past the end, stands for no block
+    queries, keys   int32 [entries, blocks], an entry for each device (and step): numbers of blocks in the sequence; -1,
+                    or a number past the end, stands for no block
     """
     real, starts = [], []
     for blocks, size, length in zip((queries, keys), layout.block_size, (layout.q_len, layout.kv_len), strict=True):
         on = (blocks >= 0) & (blocks * size < length)
         real.append(on)
-        starts.append(np.where(on, blocks * size, 0)[None].astype(np.int32))
-    block_q, block_kv = layout.block_size
-    sizes = (len(queries) * block_q, len(keys) * block_kv, block_q, block_kv)
-    origin = OriginLayout(1, block_q, len(queries), block_kv, len(keys))
+        starts.append(np.where(on, blocks * size, 0).astype(np.int32))
+    (entries, rows), columns, (block_q, block_kv) = queries.shape, keys.shape[1], layout.block_size
+    sizes = (rows * block_q, columns * block_kv, block_q, block_kv)
+    # the mask reads no b, so that all entries are the batch of one classification
+    origin = OriginLayout(entries, block_q, rows, block_kv, columns)
     captures: typing.Any = (*(np.asarray(x) for x in mask.arrays), *starts)
     with eager_without_mesh():
-        found = classify_on_host(BlockedMask(mask.program, (1, 1), sizes, origin), captures, None)
-    partial, full = (places[real[0][places[:, 2]] & real[1][places[:, 3]]] for places in found)
+        found = classify_on_host(BlockedMask(mask.program, (entries, 1), sizes, origin), captures, None)
+    partial, full = (
+        places[real[0][places[:, 0], places[:, 2]] & real[1][places[:, 0], places[:, 3]]] for places in found
+    )
     return partial, full
