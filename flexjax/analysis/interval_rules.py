@@ -263,10 +263,7 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _counts(op: Op) -> bool:
-    """Whether a quotient or remainder is of a number that is known to be at least 0, by a positive literal.
-
-    Most are, and rounding down takes eight operations that XLA compiles, for each end.
-    """
+    """Whether op divides a number of at least 0 by a positive literal; rounding down takes eight operations an end."""
     x, y = op.inputs
     return isinstance(x, Val) and x.low is not None and x.low >= 0 and isinstance(y, Lit) and y.value > 0
 

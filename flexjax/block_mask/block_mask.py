@@ -36,14 +36,14 @@ class BlockMask(Parts):
 
     @classmethod
     def of(cls, parts: Parts) -> "BlockMask":
-        return cls(**{f.name: getattr(parts, f.name) for f in dataclasses.fields(parts)})
+        return cls(**{f.name: vars(parts)[f.name] for f in dataclasses.fields(parts)})
 
     # ------------------------------------------------------------------ shape and meaning
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, q_len, kv_len), lengths in tokens; of one block mask if this is a stack of them, as vmap makes."""
-        batch, heads = self.kv_num_blocks.shape[-3:-1]
+        batch, heads = self.list_dims[-3:-1]
         return (batch, heads, self.q_len, self.kv_len)
 
     @property
@@ -84,6 +84,9 @@ class BlockMask(Parts):
     def _flags(self) -> tuple[Array, Array]:
         """(partial, full): whether a list names the block, bool [B, H, q_blocks, kv_blocks]."""
         columns = self.blocks[1]
+        if self.in_bits:
+            partial, full = (transpose.flags_of_bits(jnp.asarray(x), columns) for x in self.bits or ())
+            return partial, full
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
         return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
@@ -117,7 +120,7 @@ class BlockMask(Parts):
         return transpose.transposed(*lists, columns=self.blocks[1], width=self.transposed_widths[pair])
 
     def _refuse_stack(self) -> None:
-        stack = self.kv_num_blocks.shape[:-3]
+        stack = self.list_dims[:-3]
         if stack:
             raise bad_argument(
                 "block_mask",
@@ -255,9 +258,9 @@ class BlockMask(Parts):
         """Such as "BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.5%)"."""
         # in the in_axes of jax.vmap, or after jax.tree.map, the leaves are no arrays
         if not hasattr(self.kv_num_blocks, "shape"):
-            return f"BlockMask({', '.join(f'{f}={getattr(self, f)!r}' for f in ARRAY_FIELDS)})"
+            return f"BlockMask({', '.join(f'{f}={vars(self)[f]!r}' for f in ARRAY_FIELDS)})"
         b, h, q, kv = self.shape
-        stack = self.kv_num_blocks.shape[:-3]
+        stack = self.list_dims[:-3]
         head = (
             f"BlockMask({f'stack={stack}, ' if stack else ''}shape=({b}, {h}, {q}, {kv}), block_size={self.block_size}"
         )
@@ -279,9 +282,14 @@ class Static(tuple):
         )
 
 
+def _stored(mask: BlockMask, field: str) -> object:
+    """What a field of arrays stores; None for bits in whose place a user has put lists."""
+    return None if field == "bits" and not mask.in_bits else vars(mask)[field]
+
+
 def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
     """(array fields, static data) of a block mask for the pytree registry."""
-    return tuple(getattr(mask, f) for f in ARRAY_FIELDS), Static(
+    return tuple(_stored(mask, f) for f in ARRAY_FIELDS), Static(
         (*(getattr(mask, f) for f in STATIC_FIELDS), mask.as_made)
     )
 
@@ -296,12 +304,12 @@ def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
     *fields, as_made = static
     for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, fields, strict=True)):
         object.__setattr__(mask, name, value)
-    object.__setattr__(mask, "made", mask.lists if as_made else None)
+    object.__setattr__(mask, "made", mask.lists if as_made and not mask.in_bits else None)
     return mask
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
-    keys = tuple((jax.tree_util.GetAttrKey(f), getattr(mask, f)) for f in ARRAY_FIELDS)
+    keys = tuple((jax.tree_util.GetAttrKey(f), _stored(mask, f)) for f in ARRAY_FIELDS)
     return keys, _flatten(mask)[1]
 
 

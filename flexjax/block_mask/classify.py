@@ -23,7 +23,7 @@ from flexjax.analysis.block_grid import BlockGrid, block_grid, block_tiles
 from flexjax.analysis.interval_loads import whole_dims
 from flexjax.analysis.interval_values import Truth
 from flexjax.analysis.intervals import decide, depends_on_device
-from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL, bits_of
 from flexjax.integers import cdiv
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import NOWHERE, OriginLayout, Placed, Starts, key_positions, query_positions
@@ -290,6 +290,27 @@ def compiled_traced(mask: BlockedMask, exact: bool) -> Callable:
     """`classify_traced` as a compiled function of the captures."""
     # compiled, because inside shard_map without jit each operation would be compiled and run alone
     return jax.jit(lambda captures: classify_traced(mask, captures, exact))
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_bits(mask: BlockedMask, exact: bool) -> Callable:
+    """A compiled function of the captures to the bits of the partial and of the full blocks (block_mask/transpose.py).
+
+    Without `exact` it classifies chunks of rows of blocks, so that it takes little more memory than the bits.
+    """
+    rows, columns = mask.counts
+    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, math.prod(mask.heads) * columns)))
+    both = lambda classes: (bits_of(classes == PARTIAL), bits_of(classes == FULL))
+
+    def classify(captures: Sequence[Array]) -> tuple[Array, Array]:
+        if exact or at_once == rows:
+            return both(classify_traced(mask, captures, exact))
+        chunks = jnp.arange(cdiv(rows, at_once) * at_once, dtype=jnp.int32).reshape(-1, at_once)
+        found = lax.map(lambda chunk: both(classify_rows(mask, captures, jnp.minimum(chunk, rows - 1))[0]), chunks)
+        joined = (jnp.moveaxis(x, 0, 2).reshape(*mask.heads, chunks.size, x.shape[-1])[:, :, :rows] for x in found)
+        return tuple(joined)  # type: ignore[return-value]
+
+    return jax.jit(classify)
 
 
 def classify_traced(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> Array:

@@ -1,11 +1,14 @@
 """The fields of a block mask. build.py and slice.py make `Parts`, and BlockMask adds the methods of the user."""
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from flexjax.block_mask import transpose
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable
 from flexjax.ir.program import Program
@@ -17,12 +20,33 @@ ARRAY_FIELDS = (
     "kv_indices",
     "full_kv_num_blocks",
     "full_kv_indices",
+    "bits",
     "captures",
     "origin",
 )
 BROADCAST = 1 << 20
 """Batch entries or heads for which a mask that all of them share is traced."""
 STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_user_lists")
+
+
+class ListArray:
+    """A list array among the fields of Parts, made of the bits where these are stored; of placeholders it is one."""
+
+    def __init__(self, name: str, pair: int, counts: bool) -> None:
+        self.name, self.pair, self.counts = name, pair, counts  # pair: 0 partial, 1 full blocks
+
+    def __set__(self, mask: "Parts", value: Array | None) -> None:
+        vars(mask)[self.name] = value
+
+    def __get__(self, mask: "Parts | None", owner: type) -> typing.Any:
+        if mask is None or mask.bits is None or not mask.in_bits:
+            return self if mask is None else vars(mask)[self.name]
+        bits, columns = mask.bits[self.pair], mask.blocks[1]
+        if not hasattr(bits, "shape"):
+            return bits
+        make = transpose.counts_of_bits if self.counts else lambda words: transpose.lists_of_bits(words, columns)[1]
+        concrete = isinstance(bits, jax.Array | np.ndarray)
+        return make(jnp.asarray(bits)) if concrete else jax.eval_shape(make, bits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # comparing arrays gives arrays, so equality is identity
@@ -52,10 +76,29 @@ class Parts:
     from_user_lists: bool = False
     # where the lists lie in the whole problem, whose positions the program reads; None: they count from 0
     origin: OriginTable | None = None
+    # uint32 [B, H, q_blocks, words] of the partial and of the full blocks (transpose.py), stored in place of the lists
+    bits: tuple[Array, Array] | None = None
     # the four lists as numpy arrays, if build.py made them and they are not traced
     on_host: tuple[np.ndarray, ...] | None = None
     # the four lists as they were made, with ascending numbers; None where it is not known that they ascend
     made: tuple[Array, ...] | None = None
+
+    @property
+    def in_bits(self) -> bool:
+        """Whether the lists are stored as bits: those that were made, since a user replaces lists by lists."""
+        return self.bits is not None and vars(self)["kv_num_blocks"] is None
+
+    @property
+    def list_dims(self) -> tuple[int, ...]:
+        """The dims of kv_num_blocks: [B, H, q_blocks], and those of a stack in front."""
+        return self.bits[0].shape[:-1] if self.bits is not None and self.in_bits else self.kv_num_blocks.shape
+
+    @property
+    def list_widths(self) -> tuple[int, int]:
+        """The widths of kv_indices and full_kv_indices."""
+        if self.in_bits:
+            return self.blocks[1], self.blocks[1]
+        return self.kv_indices.shape[-1], self.full_kv_indices.shape[-1]
 
     @property
     def lists(self) -> tuple[Array, Array, Array, Array]:
@@ -64,7 +107,9 @@ class Parts:
     @property
     def as_made(self) -> bool:
         """Whether the lists are those that were made, so that their numbers ascend and `on_host` has them."""
-        return self.made is not None and all(x is y for x, y in zip(self.lists, self.made, strict=True))
+        if self.in_bits or self.made is None:
+            return self.in_bits
+        return all(x is y for x, y in zip(self.lists, self.made, strict=True))
 
     @property
     def lists_decide(self) -> bool:
@@ -77,13 +122,17 @@ class Parts:
         if self.as_made:
             return self.q_widths
         rows = self.blocks[0]
-        partial, full = (rows if index.shape[-1] else 0 for index in (self.kv_indices, self.full_kv_indices))
+        partial, full = (rows if width else 0 for width in self.list_widths)
         return partial, full
 
     @property
     def blocks(self) -> tuple[int, int]:
         """How many (query blocks, key blocks) the attention matrix has."""
         return (cdiv(self.q_len, self.block_size[0]), cdiv(self.kv_len, self.block_size[1]))
+
+
+for _n, _name in enumerate(ARRAY_FIELDS[:4]):
+    setattr(Parts, _name, ListArray(_name, _n // 2, counts=_n % 2 == 0))
 
 
 def parts_of(
@@ -98,9 +147,14 @@ def parts_of(
     on_host: tuple[np.ndarray, ...] | None = None,
     ascending: bool = True,
 ) -> Parts:
-    """Makes a Parts of its fields; `ascending` says that the numbers of the lists ascend. Nothing is checked."""
-    num, index, full_num, full_index = lists
+    """Makes a Parts of its fields, nothing checked; `lists` are the four list arrays, or the bits in their place.
+
+    `ascending` says that the numbers of the lists ascend.
+    """
+    given: typing.Any = (*lists, None) if len(lists) == 4 else (*[None] * 4, tuple(lists))
+    num, index, full_num, full_index, bits = given
+    made = (num, index, full_num, full_index) if ascending and bits is None else None
     return Parts(
         num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin,
-        on_host, (num, index, full_num, full_index) if ascending else None,
+        bits, on_host, made,
     )  # fmt: skip

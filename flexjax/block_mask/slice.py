@@ -32,11 +32,14 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
         raise bad_argument(
             "index", f"{len(parts)} indices", "at most 3: batch, head, query block", "Keys are not sliced."
         )
-    sizes = (*mask.kv_num_blocks.shape[:2], mask.blocks[0])
+    sizes = (*mask.list_dims[:2], mask.blocks[0])
     parts = (*parts, *(slice(None),) * (3 - len(parts)))
     picked = [_numbers(p, n, name) for p, n, name in zip(parts, sizes, ("batch", "head", "query block"), strict=True)]
     cut = lambda x: x[jnp.ix_(*(jnp.asarray(p) for p in picked))] if x.ndim == 3 else _cut4(x, picked)
-    lists = [cut(x) for x in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
+    if mask.in_bits:
+        lists = [x for bits in mask.bits or () for x in transpose.lists_of_bits(_cut4(bits, picked), mask.blocks[1])]
+    else:
+        lists = [cut(x) for x in mask.lists]
     lists = transpose.narrowed(lists)
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)

@@ -1,11 +1,14 @@
 """The lists of a block mask whose arrays are traced: a primitive, of which each of several devices makes its share.
 
+Lists of more than transpose.LARGE blocks are kept as bits, because traced lists are as wide as there are key blocks:
+a call expands them (block_mask/transpose.py) for as long as it runs.
+
 A device classifies the blocks of its batch entries and heads from its entries of each array that the mask indexes with
 plain b or h (ir/split_axes.py). Over automatic axes the primitive has a partitioning rule; without one XLA gathers the
 parts of the devices at many steps, also inside loops. Over explicit axes the same rule is applied by jax.shard_map.
 
 The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices of parts.py; here the
-indices are as wide as there are key blocks.
+indices are as wide as there are key blocks. "Arrays" are these, or the bits of the partial and of the full blocks.
 """
 
 import dataclasses
@@ -23,8 +26,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax import partition
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import BlockedMask, compiled_traced
+from flexjax.block_mask.classify import BlockedMask, compiled_bits, compiled_traced
 from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.integers import cdiv
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.mod_tools.settings import own
 from flexjax.partition import Mesh, Names, Rule, Spec
@@ -35,23 +39,24 @@ Split = dict[str, Names]
 
 
 def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool, work: Split | None = None) -> list[Array]:
-    """The four list arrays of a mask, computed on the device; several devices make those of their shares.
+    """The arrays of a mask, computed on the device; several devices make those of their shares.
 
     `work` has the explicit mesh axes that split the batch and the heads of the call; None: those that split the
     captures.
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
+    bits = math.prod((*mask.heads, *mask.counts)) > transpose.LARGE
     for mesh in meshes:
         if partition.explicit_names(mesh):
-            return _over_explicit_axes(mask, captures, exact, mesh, work)
+            return _over_explicit_axes(mask, captures, exact, bits, mesh, work)
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind  # the primitive has a rule for automatic axes only
-    return run(*captures, mask=mask, exact=exact)
+    return run(*captures, mask=mask, exact=exact, bits=bits)
 
 
-def _lists(*captures: Array, mask: BlockedMask, exact: bool) -> list[Array]:
+def _lists(*captures: Array, mask: BlockedMask, exact: bool, bits: bool) -> list[Array]:
     """What the primitive computes."""
-    return lists_of_classes(compiled_traced(mask, exact)(captures))
+    return [*compiled_bits(mask, exact)(captures)] if bits else lists_of_classes(compiled_traced(mask, exact)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
@@ -67,16 +72,14 @@ block_lists_p.multiple_results = True
 
 
 @block_lists_p.def_abstract_eval
-def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool) -> list[core.ShapedArray]:
-    """The types of the four list arrays: on the mesh of the captured arrays, split over no axis."""
+def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool, bits: bool) -> list[core.ShapedArray]:
+    """The types of the arrays: on the mesh of the captured arrays, split over no axis."""
     heads, (rows, columns) = mask.heads, mask.counts
     where = captures[0].sharding
     spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))
-    pair = [
-        core.ShapedArray(shape, jnp.int32, sharding=spread(shape))
-        for shape in ((*heads, rows), (*heads, rows, columns))
-    ]
-    return pair * 2
+    shapes = [(*heads, rows, cdiv(columns, transpose.WORD))] if bits else [(*heads, rows), (*heads, rows, columns)]
+    dtype = jnp.uint32 if bits else jnp.int32
+    return [core.ShapedArray(shape, dtype, sharding=spread(shape)) for shape in shapes] * 2
 
 
 @functools.lru_cache(maxsize=256)
@@ -123,7 +126,7 @@ mlir.register_lowering(block_lists_p, _lower)
 # ------------------------------------------------------------------- the rule
 
 
-def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
+def _rule(mesh: Mesh, mask: BlockedMask, exact: bool, bits: bool) -> Rule:
     """The partitioning rule of the primitive on a mesh of automatic axes.
 
     The batch and the heads of the lists are split as those of the captured arrays are. Rows and columns of blocks are
@@ -141,7 +144,7 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
         return {"b": batch, "h": partition.widest("h", heads[1], dims, specs, mesh, batch)}
 
     def on_device(split: Split, *captures: Array) -> list[Array]:
-        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays."""
+        """The arrays of one device's batch entries and heads, from its parts of the captured arrays."""
         shares = {axis: math.prod(mesh.shape[name] for name in names) for axis, names in split.items()}
         share = Share(heads[0], shares["b"], heads[1], shares["h"])
         own = share_of_program((program,), share)
@@ -152,16 +155,16 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
             own_mask = own_mask._replace(origin=dataclasses.replace(origin, rows=own_heads[0]))
         read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
         arrays = (*read, *starts, *tables)
-        return _lists(*arrays, mask=own_mask, exact=exact)
+        return _lists(*arrays, mask=own_mask, exact=exact, bits=bits)
 
     return Rule(
         arguments,
-        ["b h rows", "b h rows columns"] * 2,
+        (["b h rows words"] if bits else ["b h rows", "b h rows columns"]) * 2,
         choose=choose,
         spec=lambda split, dims: PartitionSpec(*(split.get(dim) or None for dim in dims.split())),
         on_device=on_device,
         look=lambda split, operands, specs: None,
-        text=f"block lists {program.key} {heads} {mask.sizes} {exact} {origin}",
+        text=f"block lists {program.key} {heads} {mask.sizes} {exact} {bits} {origin}",
     )
 
 
@@ -169,23 +172,23 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
 
 
 def _over_explicit_axes(
-    mask: BlockedMask, captures: Sequence[Array], exact: bool, mesh: Mesh, work: Split | None
+    mask: BlockedMask, captures: Sequence[Array], exact: bool, bits: bool, mesh: Mesh, work: Split | None
 ) -> list[Array]:
     """`traced_lists` over the explicit axes of `mesh`."""
-    rule = _rule(mesh, mask, exact)
+    rule = _rule(mesh, mask, exact, bits)
     specs = [(*map(partition.names_of, jax.typeof(x).sharding.spec),) for x in captures]
     split = rule.choose(rule.arguments, specs)
     if work is not None:
         split = {axis: work[axis] if n > 1 else () for axis, n in zip("bh", mask.heads, strict=True)}
-    return _mapped(mask, exact, mesh, tuple(split.items()))(*captures)
+    return _mapped(mask, exact, bits, mesh, tuple(split.items()))(*captures)
 
 
 @functools.lru_cache(maxsize=256)
 def _mapped(
-    mask: BlockedMask, exact: bool, mesh: Mesh, split: tuple[tuple[str, Names], ...]
+    mask: BlockedMask, exact: bool, bits: bool, mesh: Mesh, split: tuple[tuple[str, Names], ...]
 ) -> Callable[..., list[Array]]:
-    """A compiled function of the captures, split in any way, to the four list arrays, split by `split`."""
-    rule, how = _rule(mesh, mask, exact), dict(split)
+    """A compiled function of the captures, split in any way, to the arrays, split by `split`."""
+    rule, how = _rule(mesh, mask, exact, bits), dict(split)
     given, made = ([rule.spec(how, dims) for dims in names] for names in (rule.arguments, rule.results))
 
     def call(*captures: Array) -> list[Array]:

@@ -3,13 +3,16 @@
 Rows are query blocks and columns are key blocks (in transposed lists the other way round). A pair of lists is int32:
 `num` [batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their
 numbers. These ascend in lists that are made here, but not in all lists of users; past the count `index` has any number.
+`bits` are the same blocks as uint32 [batch, heads, rows, words]: bit k of word w is column 32 w + k. Lists as wide as
+all columns take 32 times as much memory, so a program makes large ones in parts, from bits.
 `places` are the same blocks as coordinates [n, 4] (batch, head, row, column). Everything runs on the host for numpy
 arrays, and on the device for others.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from jax import lax
 from jax.core import Tracer
 
 from flexjax.block_mask.host_or_program import known, not_folded
+from flexjax.integers import cdiv
 
 Array = jax.Array
 
@@ -27,6 +31,14 @@ MOST_PAIRS = 1 << 21
 
 There launches take longer than what they compute; a CPU scatters.
 """
+
+
+WORD = 32
+"""Columns of a word of bits."""
+LARGE = 1 << 18
+"""Blocks above which traced lists are stored as bits, and transposed as such."""
+AT_ONCE = 1 << 21
+"""Blocks whose lists a program makes at once."""
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
@@ -42,9 +54,10 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
         num = np.asarray(flags).sum(-1, dtype=np.int32)
         first = np.argsort(~np.asarray(flags), axis=-1, kind="stable").astype(np.int32)
         return num, np.where(np.arange(columns) < num[..., None], first, 0)  # pyright: ignore[reportReturnType]
+    by_scatter = lambda flags: lists_of_bits(bits_of(flags), columns)
     if flags.size * columns <= MOST_PAIRS:
-        return lax.platform_dependent(flags, cpu=_lists_by_scatter, default=_lists_by_pairs)
-    return _lists_by_scatter(flags)
+        return lax.platform_dependent(flags, cpu=by_scatter, default=_lists_by_pairs)
+    return by_scatter(flags)
 
 
 def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
@@ -55,19 +68,69 @@ def _lists_by_pairs(flags: Array) -> tuple[Array, Array]:
     return num, jnp.where(at < num[..., None], index, 0)
 
 
-def _lists_by_scatter(flags: Array) -> tuple[Array, Array]:
-    """`lists_of` on the device, by a prefix sum and a scatter: six kernels of a GPU, and less work."""
-    columns = flags.shape[-1]
-    count = jnp.cumsum(flags, -1, dtype=jnp.int32)
-    place = jnp.where(flags, count - 1, columns)
-    number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), flags.shape)
-    flat_place = place.reshape(math.prod(flags.shape[:-1]), columns)
-    rows = jnp.arange(flat_place.shape[0], dtype=jnp.int32)[:, None]
-    index = (
-        jnp.zeros(flat_place.shape, jnp.int32).at[rows, flat_place].set(number.reshape(flat_place.shape), mode="drop")
-    )
-    num = jnp.sum(flags, -1, dtype=jnp.int32)
-    return num, index.reshape(flags.shape)
+def bits_of(flags: Array) -> Array:
+    """The bits of flags, bool [..., columns]: uint32 [..., words]."""
+    words = cdiv(flags.shape[-1], WORD)
+    padded = jnp.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, words * WORD - flags.shape[-1])])
+    bits = padded.reshape(*flags.shape[:-1], words, WORD).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(WORD, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+
+
+def flags_of_bits(bits: Array, columns: int) -> Array:
+    """bool [..., columns], the inverse of `bits_of`."""
+    flags = (bits[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1 > 0
+    return flags.reshape(*bits.shape[:-1], bits.shape[-1] * WORD)[..., :columns]
+
+
+def counts_of_bits(bits: Array) -> Array:
+    """int32 [...]: how many bits of each row are 1."""
+    return jnp.sum(lax.population_count(bits), -1, dtype=jnp.int32)
+
+
+def lists_of_bits(bits: Array, columns: int) -> tuple[Array, Array]:
+    """The pair of lists of the columns in the bits of each row; in parts, because they take 32 times the memory."""
+    flat = bits.reshape(math.prod(bits.shape[:-1]), bits.shape[-1])
+    num, index = _by_rows(functools.partial(_lists_of_words, columns=columns), columns, flat)
+    return num.reshape(bits.shape[:-1]), index.reshape(*bits.shape[:-1], columns)
+
+
+def _lists_of_words(bits: Array, columns: int) -> tuple[Array, Array]:
+    """`lists_of_bits` of uint32 [rows, words], by a scatter of each column to its place in the list."""
+    at, counts = jnp.arange(WORD, dtype=jnp.uint32), lax.population_count(bits).astype(jnp.int32)
+    before = jnp.cumsum(counts, -1, dtype=jnp.int32) - counts
+    in_word = lax.population_count(bits[..., None] & ((1 << at) - 1)).astype(jnp.int32)
+    number = jnp.arange(bits.shape[-1] * WORD, dtype=jnp.int32)
+    place = (before[..., None] + in_word).reshape(bits.shape[0], number.size)
+    # columns that are not listed go past the end, each to another place
+    place = jnp.where(flags_of_bits(bits, number.size), place, columns + number)
+    rows, number = jnp.arange(bits.shape[0], dtype=jnp.int32)[:, None], jnp.broadcast_to(number, place.shape)
+    empty = jnp.zeros((bits.shape[0], columns), jnp.int32)
+    return jnp.sum(counts, -1, dtype=jnp.int32), empty.at[rows, place].set(number, mode="drop", unique_indices=True)
+
+
+def _by_rows(function: Callable[..., typing.Any], columns: int, *rows: Array) -> typing.Any:
+    """A function of rows, applied to all, about AT_ONCE blocks at a time."""
+    count = rows[0].shape[0]
+    parts = cdiv(count * columns, AT_ONCE)
+    if parts <= 1:
+        return function(*rows)
+    each = cdiv(count, parts)
+    past = parts * each - count
+    cut = lambda x: jnp.pad(x, [(0, past), *[(0, 0)] * (x.ndim - 1)]).reshape(parts, each, *x.shape[1:])
+    joined = lambda x: x.reshape(parts * each, *x.shape[2:])[:count]
+    return jax.tree.map(joined, lax.map(lambda part: function(*part), tuple(map(cut, rows))))
+
+
+def transposed_bits(bits: Array, columns: int) -> Array:
+    """The bits of the transposed blocks: uint32 [..., columns, words of rows]."""
+    *lead, rows, words = bits.shape
+    words_t = cdiv(rows, WORD)
+    padded = jnp.pad(bits, [(0, 0)] * len(lead) + [(0, words_t * WORD - rows), (0, 0)])
+    at = jnp.arange(WORD, dtype=jnp.uint32)
+    # [.., words of rows, row in its word, words, column in its word], of which XLA stores the sum alone
+    bit = (padded.reshape(*lead, words_t, WORD, words)[..., None] >> at) & 1
+    turned = jnp.sum(bit << at[:, None, None], -3, dtype=jnp.uint32)
+    return jnp.moveaxis(turned, -3, -1).reshape(*lead, words * WORD, words_t)[..., :columns, :]
 
 
 def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +191,13 @@ def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Arra
 
 def _transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
     num, index = not_folded(num, index)
-    back_num, back = lists_of(flags_of_lists(num, index, columns).swapaxes(-1, -2))
+    if known(num, index) or num.size * columns <= LARGE:
+        back_num, back = lists_of(flags_of_lists(num, index, columns).swapaxes(-1, -2))
+    else:
+        live = lambda num, index: jnp.arange(index.shape[-1]) < num[:, None]
+        words = lambda num, index: bits_of(_flags_by_scatter(live(num, index), index, columns))
+        bits = _by_rows(words, columns, num.reshape(-1), index.reshape(num.size, index.shape[-1]))
+        back_num, back = lists_of_bits(transposed_bits(bits.reshape(*num.shape, -1), columns), num.shape[-1])
     return back_num, back[..., :width]
 
 

@@ -317,15 +317,15 @@ def check_block_mask(mask: object, sizes: CallSizes, layout: str) -> None:
             "a flexjax.BlockMask",
             "A plain mask function goes to mask_mod=.",
         )
-    if mask.kv_num_blocks.ndim != 3:
+    if len(mask.list_dims) != 3:
         raise bad_argument(
             "block_mask",
-            f"a stack of block masks, kv_num_blocks {list(mask.kv_num_blocks.shape)}",
+            f"a stack of block masks, kv_num_blocks {list(mask.list_dims)}",
             "one, kv_num_blocks [B, H, q_blocks]",
             "Call flex_attention under jax.vmap, with the block mask among the mapped arguments.",
         )
-    for field in ("kv_indices", "full_kv_indices"):
-        _check_static("block_mask", getattr(mask, field).shape, f" in {field}")
+    for field, width in zip(("kv_indices", "full_kv_indices"), mask.list_widths, strict=True):
+        _check_static("block_mask", (*mask.list_dims, width), f" in {field}")
     batch, heads, q_len, kv_len = mask.shape
     if (q_len, kv_len) != (sizes.q_len, sizes.kv_len):
         advice = "Build it for these lengths with create_block_mask, or slice it."

@@ -34,6 +34,7 @@ from flexjax.ir.reach import reach_of
 from flexjax.ir.single_precision import in_single_precision, with_single_captures
 from flexjax.mod_tools.made_for import Reach, check_sizes
 from flexjax.parallel.explicit_axes import split_of
+from flexjax.plan import kernel_plan
 from flexjax.plan.kernel_plan import FLOAT8, BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
@@ -321,8 +322,8 @@ def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: 
 
 
 def _layout(mask: BlockMask) -> BlockLayout:
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.transposed_widths)
+    batch, heads = mask.list_dims[:2]
+    widths = (*mask.list_widths, *mask.transposed_widths)
     return BlockLayout(
         batch, heads, *mask.block_size, *widths, from_user_lists=mask.lists_decide, known=_known_lists(mask)
     )
@@ -343,7 +344,7 @@ def _known_lists(mask: BlockMask) -> KnownLists | None:
     """The lists of the block mask as numpy arrays; None if the host does not know them, or if they are many."""
     if mask.on_host is None or not mask.as_made:
         return None
-    if mask.kv_num_blocks.shape[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
+    if mask.list_dims[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
         return None
     num, index, full_num, full_index = mask.on_host
     pairs = ((num, index), (full_num, full_index))
@@ -356,6 +357,8 @@ _sorted = jax.jit(in_range, static_argnums=2)  # one dispatch in an eager call
 
 def _lists(mask: BlockMask) -> BlockLists:
     """The block lists for the operands, by query block: partial, then full blocks; None for lists of width 0."""
+    if mask.in_bits and mask.bits is not None:
+        return typing.cast(BlockLists, kernel_plan.BlockBits(*map(jnp.asarray, mask.bits)))
     num, index, full_num, full_index = mask.lists
     pairs = ((num, index), (full_num, full_index))
     # lists whose fields a user set are in the user's order, and may have numbers that name no block

@@ -125,9 +125,8 @@ class Search:
         # None: columns are the chunks, owned as the rows are
         self.needed, self.devices, self.key_owner = needed, devices, key_owner
         self.mean = max(float(work.sum()) / devices, 1e-30)  # load of a device
-        self.sums = _sums_before(needed.astype(np.int32), 0)
-        self.work_sums = _sums_before(np.asarray(work, float), 0)
         self.work = np.asarray(work, float)
+        self.sums, self.work_sums = _sums_before(needed, 0, np.int32), _sums_before(self.work, 0, float)
         self.others = needed.shape[1] * (1 - 1 / devices)  # key columns of the other devices of a device
 
     def improved(self, state: "State") -> "State":
@@ -177,43 +176,35 @@ class Search:
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
         """int [n, 3]: random exchanges, SAMPLED // len(RUNS) of a length, that leave neither load above `limit`."""
         found = [np.zeros((0, 3), int)]
-        for length, mine, theirs in state.owned_runs(one, other, overlapping=True):
-            work = lambda at, n=length: self.work_sums[at + n] - self.work_sums[at]
-            moved = work(mine)[:, None] - work(theirs)
+        for runs, moved in state.exchanges(one, other, overlapping=True):
             even = np.flatnonzero((state.loads[other] + moved <= limit) & (state.loads[one] - moved <= limit))
-            a, b = np.unravel_index(draw.choice(even, min(len(even), SAMPLED // len(RUNS)), replace=False), moved.shape)
-            found.append(np.stack([mine[a], theirs[b], np.full(len(a), length)], 1))
+            found.append(runs[draw.choice(even, min(len(even), SAMPLED // len(RUNS)), replace=False)])
         return np.concatenate(found)
 
     def _runs(self, state: "State", high: int, low: int) -> np.ndarray:
         """int [n, 3]: the exchanges, at most CANDIDATES, that make two loads most nearly equal, the best first."""
         gap = state.loads[high] - state.loads[low]
-        found = [np.zeros((0, 3), int)]
-        off = [np.zeros(0)]
-        for length, mine, theirs in state.owned_runs(high, low, overlapping=False):
-            work = lambda at, n=length: self.work_sums[at + n] - self.work_sums[at]
-            moved = work(mine)[:, None] - work(theirs)
+        found, off = [np.zeros((0, 3), int)], [np.zeros(0)]
+        for runs, moved in state.exchanges(high, low, overlapping=False):
             # the load of `high`, the larger one, gets smaller, and that of `low` stays below what `high` had
-            miss = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf).ravel()
+            miss = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
             few = min(CANDIDATES // len(RUNS) + 1, miss.size)
             nearest = np.argpartition(miss, few - 1)[:few]
             nearest = nearest[np.isfinite(miss[nearest])]
-            a, b = np.unravel_index(nearest, moved.shape)
-            found.append(np.stack([mine[a], theirs[b], np.full(len(a), length)], 1))
+            found.append(runs[nearest])
             off.append(miss[nearest])
-        runs = np.concatenate(found)
-        return runs[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
+        return np.concatenate(found)[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
 
 
-def _sums_before(x: np.ndarray, axis: int, dtype: type | None = None) -> np.ndarray:
+def _sums_before(x: np.ndarray, axis: int, dtype: type) -> np.ndarray:
     """The sums over the entries before each along the axis, and last that of all: one entry more than x has."""
-    before = np.zeros([n + (i == axis) for i, n in enumerate(x.shape)], dtype or x.dtype)
+    before = np.zeros([n + (i == axis) for i, n in enumerate(x.shape)], dtype)
     np.cumsum(x, axis, out=before[(slice(None),) * axis + (slice(1, None),)])
     return before
 
 
 class Effects(typing.NamedTuple):
-    """What n exchanges of runs between two devices change, each alone; the first dim of arrays is the exchange."""
+    """What n exchanges of runs between two devices change, each alone; the first dim of arrays is n."""
 
     pair: tuple[int, int]
     runs: np.ndarray  # int [n, 3]
@@ -260,8 +251,7 @@ class State:
     def _traffic(self, widest: typing.Any, total: typing.Any) -> typing.Any:
         """What a device receives, as a share of the key columns of all others.
 
-        widest   the sum over distances of the most that a device sends there
-        total    key columns that all devices receive
+        widest: the sum over distances of the most that one receives; total: what all receive
         """
         return (widest + total / self.search.devices) / (2 * max(self.search.others, 1e-30))
 
@@ -269,8 +259,9 @@ class State:
         self.traffic = traffic
         self.cost = float(max(self.loads.max() / self.search.mean, EVEN)) + traffic
 
-    def owned_runs(self, one: int, other: int, overlapping: bool) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(length, first chunks of the runs of `one`, those of `other`) for the RUNS that both have, shortest first."""
+    def exchanges(self, one: int, other: int, overlapping: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each length of RUNS that both have: (their exchanges, int [n, 3], the work that each takes off `one`)."""
+        sums = self.search.work_sums
         before = [_sums_before(self.owner == device, 0, int) for device in (one, other)]
         for length in RUNS:
             step = max(1, length // 2) if overlapping else length
@@ -278,7 +269,9 @@ class State:
             mine, theirs = (starts[x[starts + length] - x[starts] == length] for x in before)
             if not len(mine) or not len(theirs):
                 return
-            yield length, mine, theirs
+            work = [sums[starts + length] - sums[starts] for starts in (mine, theirs)]
+            runs = np.stack(np.broadcast_arrays(mine[:, None], theirs, length), -1)
+            yield runs.reshape(-1, 3), (work[0][:, None] - work[1]).ravel()
 
     def effects(self, one: int, other: int, runs: np.ndarray) -> Effects:
         """The Effects of the exchanges `runs`, int [n, 3]."""
@@ -290,17 +283,15 @@ class State:
         needs = np.stack([self.counts[one] - change > 0, self.counts[other] + change > 0], 1)
         received = self._by_owner(needs).astype(np.float32)
         pair = np.array([one, other])
-        # what the pair sends to each device, by distance
-        sent = self.sent[(at - pair[:, None]) % devices, pair[:, None]]
-        sent = np.repeat(sent[None], len(runs), 0)
+        sent = np.repeat(self.sent[(at - pair[:, None]) % devices, pair[:, None]][None], len(runs), 0)
         if search.key_owner is None:
             # the columns of the runs change hands, for every receiver
             gained = between(self.needs_before).astype(np.float32)
-            offset = np.arange(int(length.max()))
+            offset, last = np.arange(int(length.max())), needs.shape[2] - 1
             inside = (offset < length[:, None])[:, None]
-            last = needs.shape[2] - 1
-            of_run = lambda first: np.take_along_axis(needs, np.minimum(first[:, None] + offset, last)[:, None], 2)
-            gained[:, pair] = np.count_nonzero(of_run(a) & inside, 2) - np.count_nonzero(of_run(b) & inside, 2)
+            at_run = lambda first: np.minimum(first[:, None] + offset, last)[:, None]
+            of_run = lambda first: np.count_nonzero(np.take_along_axis(needs, at_run(first), 2) & inside, 2)
+            gained[:, pair] = of_run(a) - of_run(b)
             sent[:, 0] -= gained
             sent[:, 1] += gained
             received[:, :, one] -= gained[:, pair]

@@ -16,7 +16,7 @@ import jax
 from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
-from flexjax.plan.kernel_plan import FIRST_CAPTURE, BlockLists, Lengths, Operands
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 # what warnings call the dimensions that `operand_dims` names by a letter
@@ -104,7 +104,7 @@ def operand_names(problem: Problem) -> list[str]:
         dropout_captures=of_mod("dropout", places.dropout_captures),
         lists=None
         if places.lists is None
-        else BlockLists._make(None if x is None else "a block list" for x in places.lists),
+        else places.lists._make(None if x is None else "a block list" for x in places.lists),
         origin=None if places.origin is None else ("the origin of query", "the origin of key"),
         lengths=None
         if places.lengths is None

@@ -30,7 +30,7 @@ from flexjax.ir.origin import Starts
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Spec, names_of, widest
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Lengths, Operands
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -95,9 +95,9 @@ def operand_dims(problem: Problem) -> list[str]:
         dropout_captures=captured("dropout", plan.dropout),
         lists=None
         if present.lists is None
-        else BlockLists._make(
+        else present.lists._make(
             None if x is None else counts + ("rows" if name.endswith("num") else f"rows {name}")  # [.., rows(, width)]
-            for name, x in zip(BlockLists._fields, present.lists, strict=True)
+            for name, x in zip(present.lists._fields, present.lists, strict=True)
         ),
         origin=None if plan.origin is None else starts_of(*plan.origin.table_dims),
         lengths=None if present.lengths is None else Lengths._make(None if x is None else "b" for x in present.lengths),

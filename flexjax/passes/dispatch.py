@@ -26,9 +26,11 @@ import jax
 from flexjax.backends.base import Backend, ForwardMode
 from flexjax.backends.reference.support import DenseBackend
 from flexjax.backends.target import Target
+from flexjax.block_mask import transpose
 from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
+from flexjax.integers import cdiv
 from flexjax.ir.program import Program
-from flexjax.plan import rewrite, tuned
+from flexjax.plan import kernel_plan, rewrite, tuned
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 from flexjax.plan.rewrite import Steps, last_plan
@@ -168,13 +170,14 @@ class Run(typing.NamedTuple):
 
     def forward(self, operands: Operands) -> Results:
         """The results of the call from its operands."""
-        steps = self.every_step()
+        steps, operands = self.every_step(), with_lists(self.plan, operands)
         plan = last_plan(self.plan, steps)
         return rewrite.forward(steps, operands, lambda last: self.backend.forward(plan, last, self.target))
 
     def backward(self, given: BackwardInputs) -> Gradients:
         """The wanted gradients of the call from what the call gives."""
         steps = self.every_step(backward=True)
+        given = given._replace(operands=with_lists(self.plan, given.operands))
         plan = last_plan(self.plan, steps)
         return rewrite.backward(steps, given, lambda last: self.backend.backward(plan, last, self.target))
 
@@ -182,10 +185,20 @@ class Run(typing.NamedTuple):
         self, operands: Operands, results: Results, tangents: Gradients, derivative: Program | None
     ) -> tuple[Array, Array]:
         """The tangents of out and lse. The steps of a backend with forward mode change block lists alone."""
-        steps, backend = self.every_step(), self.backend
+        steps, backend, operands = self.every_step(), self.backend, with_lists(self.plan, operands)
         assert isinstance(backend, ForwardMode)
         plan, operands = last_plan(self.plan, steps), rewrite.last_operands(steps, operands)
         return backend.tangent(plan, operands, results, tangents, derivative, self.target)
+
+
+def with_lists(plan: KernelPlan, operands: Operands) -> Operands:
+    """The operands with block lists in place of bits, which a program keeps between passes."""
+    bits = typing.cast(object, operands.lists)
+    if plan.blocks is None or not isinstance(bits, kernel_plan.BlockBits):
+        return operands
+    columns = cdiv(plan.kv_len, plan.blocks.block_kv)
+    lists = (x for one in bits for x in transpose.lists_of_bits(one, columns))
+    return operands._replace(lists=kernel_plan.BlockLists(*lists))
 
 
 def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target) -> Run:

@@ -202,6 +202,13 @@ class BlockLists(typing.NamedTuple):
     full_index: jax.Array | None
 
 
+class BlockBits(typing.NamedTuple):
+    """The same blocks as bits, uint32 [batch, heads, q_blocks, words], which a pass expands (passes/dispatch.py)."""
+
+    partial: jax.Array
+    full: jax.Array
+
+
 class Lengths(typing.NamedTuple):
     """How many queries and keys of each batch entry exist: int32 [B]; they count from 0 whatever the origin is."""
 
@@ -243,7 +250,7 @@ class Operands(typing.NamedTuple):
     score_captures: tuple[jax.Array, ...]
     mask_captures: tuple[jax.Array, ...]
     dropout_captures: tuple[jax.Array, ...]
-    lists: BlockLists | None
+    lists: BlockLists | None  # backends see no others, but outside of a pass these may be BlockBits
     origin: Starts | None = None
     lengths: Lengths | None = None
     pages: jax.Array | None = None

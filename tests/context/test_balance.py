@@ -20,12 +20,7 @@ def test_exchanges_change_what_the_new_ownership_says(own_keys: bool) -> None:
     state = State(search, np.repeat(np.arange(devices), chunks // devices))
     for _ in range(20):
         one, other = map(int, rng.choice(devices, 2, replace=False))
-        runs = np.concatenate(
-            [
-                [(i, j, length) for i in mine for j in theirs]
-                for length, mine, theirs in state.owned_runs(one, other, overlapping=True)
-            ]
-        )
+        runs = np.concatenate([runs for runs, _ in state.exchanges(one, other, overlapping=True)])
         effects = state.effects(one, other, runs)
         which = int(rng.integers(len(runs)))
         heavier = np.maximum(*state.loads[[one, other]]) if state.loads[one] >= state.loads[other] else None
