@@ -9,11 +9,11 @@ from jax.typing import ArrayLike
 
 
 def as_array(value: ArrayLike) -> jax.Array:
-    """`jnp.asarray(value)`, with the type that jax gives the numbers."""
+    """A copy of `value`, with the type that jax gives the numbers: jax shares the memory of some numpy arrays."""
     # jnp.asarray compiles a program for each shape of numpy array: 7 ms on a CPU, more on a GPU; it places on a mesh
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and jax.sharding.get_abstract_mesh().empty:
-        return jax.device_put(value)
-    return jnp.asarray(value)
+        return jax.device_put(value.copy())
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def unwrapped(value: Any) -> Any:

@@ -6,7 +6,6 @@ function the key also has its globals, and of captured arrays the objects. A mod
 a list, a dict, an attribute, numpy, a class, an import, a variable that it assigns itself.
 """
 
-import builtins
 import dis
 import functools
 import itertools
@@ -40,7 +39,7 @@ def reads_of(*values: object) -> Reads | None:
     walk = _Walk()
     try:
         found = tuple(map(walk.value, values))
-    except _Unknown:
+    except (_Unknown, RecursionError):
         return None
     if not walk.ours and _in_named_axes():
         return None  # jax.lax.axis_size depends on them
@@ -52,13 +51,14 @@ _in_named_axes: Callable[[], bool] = getattr(jex_core, "nonempty_axis_env_DO_NOT
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_disable_jit", "jax_default_prng_impl",
-    "jax_enable_custom_prng", "jax_threefry_partitionable", "jax_softmax_custom_jvp",
+    "jax_enable_custom_prng", "jax_threefry_partitionable", "jax_softmax_custom_jvp", "jax_explicit_x64_dtypes",
+    "jax_error_checking_behavior_nan", "jax_error_checking_behavior_divide", "jax_error_checking_behavior_oob",
 )  # fmt: skip
 """Settings of jax that a trace of scalar code depends on, beside those of `of_traces`."""
 
 
 def _settings() -> Hashable:
-    return (*(getattr(jax.config, name) for name in SETTINGS), of_traces(), jax.sharding.get_abstract_mesh())
+    return (*(getattr(jax.config, name, None) for name in SETTINGS), of_traces(), jax.sharding.get_abstract_mesh())
 
 
 class _Unknown(Exception):
@@ -69,14 +69,21 @@ NUMBERS = (int, bool, str, bytes, type(None), type(Ellipsis), np.dtype)
 MODULES = ("jax.numpy", "jax.lax", "jax.nn")
 """Modules whose functions depend on their arguments and on `_settings` alone, but for IMPURE."""
 
-IMPURE = frozenset({"load", "fromfile", "save", "savez", "set_printoptions", "printoptions", "made_for"})
-WARNS = frozenset({"float64", "int64", "uint64", "complex128"})
+IMPURE = frozenset(
+    {"load", "fromfile", "save", "savez", "set_printoptions", "get_printoptions", "printoptions", "made_for", "format"}
+)
+WARNS = frozenset({"float64", "int64", "uint64", "complex128", "double", "cdouble", "longlong", "ulonglong"})
 """Names of types for which jax warns at each trace where it has no 64 bits."""
 
-BUILTINS = frozenset(
-    {"abs", "all", "any", "bool", "complex", "divmod", "enumerate", "float", "int", "isinstance", "len", "list", "max"}
-    | {"min", "pow", "range", "reversed", "round", "slice", "sorted", "str", "sum", "tuple", "zip"}
-)
+BUILTINS = {
+    function.__name__: function
+    for function in (
+        abs, all, any, bool, complex, divmod, enumerate, float, int, isinstance, len, list, max, min, pow, range,
+        reversed, round, slice, sorted, sum, tuple, zip,
+    )
+}  # fmt: skip
+MOST_VALUES, LONGEST = 2000, 2000
+"""Most values that a key is made of, and the longest text or bytes in it: a longer key costs more than a trace."""
 OURS = ("flexjax.masks.", "flexjax.mods.", "flexjax.mod_tools.", "flexjax.combine", "flexjax.call.", "flexjax.jax_nn")
 """Beginnings of the names of modules whose globals stay as they are."""
 
@@ -88,14 +95,17 @@ class _Walk:
         self.arrays: list[jax.Array] = []
         self.ours = True
         self._met: dict[int, int] = {}
+        self._values = 0
 
     def value(self, value: object) -> Hashable:
-        kind = type(value)
+        kind, self._values = type(value), self._values + 1
+        if self._values > MOST_VALUES or (isinstance(value, str | bytes) and len(value) > LONGEST):
+            raise _Unknown
         if kind in NUMBERS and not _may_warn(value):
             return kind, value
         if kind is float:
             return kind, typing.cast(float, value).hex()  # 0.0 == -0.0 and nan != nan
-        if isinstance(value, np.number | np.bool_):
+        if kind.__module__ == "numpy" and isinstance(value, np.number | np.bool_) and value.dtype.kind in "biufc":
             return kind, value.tobytes()
         if kind is tuple:
             return kind, tuple(map(self.value, value))  # type: ignore[call-overload]
@@ -124,6 +134,8 @@ class _Walk:
             return types.FunctionType, self._met[id(function)]
         self._met[id(function)] = len(self._met)
         code, scope = function.__code__, function.__globals__
+        if type(scope) is not dict:
+            raise _Unknown
         held: list[object] = []
         for cell in function.__closure__ or ():
             try:
@@ -144,7 +156,7 @@ class _Walk:
     def _global(self, name: str, function: types.FunctionType) -> Hashable:
         if name in function.__globals__:
             return self.value(function.__globals__[name])
-        if name in BUILTINS and function.__builtins__.get(name) is getattr(builtins, name):
+        if name in BUILTINS and function.__builtins__.get(name) is BUILTINS[name]:
             return name
         raise _Unknown
 
@@ -175,14 +187,21 @@ def _may_warn(value: object) -> bool:
     """Whether a constant is, or has in it, the name of a type for which jax may warn."""
     if isinstance(value, tuple | frozenset):
         return any(map(_may_warn, value))
-    return isinstance(value, str | np.dtype) and str(value) in WARNS
+    if isinstance(value, np.dtype):
+        return value.itemsize >= 8
+    if not isinstance(value, str) or not value.isascii():
+        return False
+    try:
+        return np.dtype(value).kind in "iufc" and np.dtype(value).itemsize >= 8
+    except (TypeError, ValueError, SyntaxError):
+        return False
 
 
 # ------------------------------------------------------------------- code
 
 PURE = (
     "BINARY_", "BUILD_", "CALL", "COMPARE_OP", "CONTAINS_OP", "COPY", "DICT_", "END_FOR", "EXTENDED_ARG", "FOR_ITER",
-    "FORMAT_", "GET_ITER", "IS_OP", "JUMP_", "KW_NAMES", "LIST_", "LOAD_CLOSURE", "LOAD_CONST", "LOAD_DEREF",
+    "GET_ITER", "JUMP_", "KW_NAMES", "LIST_", "LOAD_CLOSURE", "LOAD_CONST", "LOAD_DEREF",
     "LOAD_FAST", "LOAD_GLOBAL", "LOAD_SMALL_INT", "MAKE_CELL", "MAKE_FUNCTION", "MAP_ADD", "NOP", "NOT_TAKEN",
     "POP_ITER", "POP_JUMP_", "POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SET_ADD",
     "SET_FUNCTION_ATTRIBUTE", "STORE_FAST", "SWAP", "TO_BOOL", "UNARY_", "UNPACK_",
@@ -194,7 +213,11 @@ PURE = (
 def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
     """The names of the globals that the code, or code in it, reads; None if it may read or change anything else."""
     names: dict[str, None] = {}
+    before: object = ...
     for step in dis.get_instructions(code):
+        one, before = before, step.argval if step.opname == "LOAD_CONST" else ...
+        if step.opname == "IS_OP" and (one is None or one is True or one is False):
+            continue  # of other objects `is` reads more than their values
         if step.opname == "LOAD_GLOBAL":
             names[step.argval] = None
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):

@@ -324,3 +324,15 @@ def test_a_call_outside_of_jit_is_faster_than_that_of_jax_nn() -> None:
     least = cpu_seconds({**calls, "jax.nn": lambda: jax.nn.dot_product_attention(Q, K, V, is_causal=True)})
     ratios = {name: least[name] / least["jax.nn"] for name in calls}
     assert {name: ratio for name, ratio in ratios.items() if ratio > 0.6} == {}
+
+
+def test_a_numpy_array_is_copied_by_a_factory() -> None:
+    raw = np.zeros(528, np.int32)
+    ids = raw[(-raw.ctypes.data % 64) // 4 :][:512]  # where jax would share the memory
+    ids[:] = np.arange(512) // 128
+    q = array(np.random.default_rng(0).standard_normal((1, 512, 1, 8)).astype(np.float32))
+    mask = masks.document(ids)
+    before = flexjax.flex_attention(q, q, q, mask_mod=mask)
+    ids[:] = 0
+    np.testing.assert_array_equal(flexjax.flex_attention(q, q, q, mask_mod=mask), before)
+    assert not np.allclose(flexjax.flex_attention(q, q, q, mask_mod=masks.document(ids)), before)

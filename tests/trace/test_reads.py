@@ -1,5 +1,6 @@
 """`reads_of`: two mods have one key exactly if all that they can read is the same; `Memo`."""
 
+import builtins
 import functools
 import gc
 import threading
@@ -155,6 +156,20 @@ UNKNOWN: dict[str, Callable] = {
     "jitted": (lambda inner: lambda b, h, q_idx, kv_idx: inner(q_idx))(jax.jit(lambda q_idx: q_idx >= NUMBERS[0])),
     "hidden": lambda b, h, q_idx, kv_idx: q_idx >= near.__globals__["WIDTH"],
     "builtin_function": len,  # type: ignore[dict-item]
+    "name_of_64_bits": lambda b, h, q_idx, kv_idx: q_idx.astype("f8") >= kv_idx,
+    "type_of_64_bits": window("<f8"),
+    "formatted": lambda b, h, q_idx, kv_idx: q_idx >= len(f"{TABLE}"),
+    "format": lambda b, h, q_idx, kv_idx: q_idx >= int("{0.__globals__[WIDTH]}".format(near)),  # noqa: UP030, UP032
+    "print_options": lambda b, h, q_idx, kv_idx: q_idx >= jnp.get_printoptions()["precision"],
+    "identity": (lambda a, b: lambda *at: at[2] >= (3 if a is b else 4))(1.5, 1.5),
+    "unit_of_time": window(np.timedelta64(1, "s")),
+    "subclass_of_a_number": window(type("Gain", (np.float32,), {})(2)),
+    "long_text": window(b"x" * 10_000),
+    "shared_tuples": window(functools.reduce(lambda t, _: (t, t), range(40), ())),
+    "deep": functools.reduce(lambda f, _: calling(f), range(5000), jnp.tanh),
+    "missing_globals": types.FunctionType(
+        (lambda b, h, q_idx, kv_idx: q_idx >= max(kv_idx, 1)).__code__, type("Names", (dict,), {})()
+    ),
 }
 
 
@@ -185,6 +200,20 @@ def test_a_shadowed_builtin_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before is not None
     assert after is not None
     assert before.key != after.key
+
+
+def test_a_replaced_builtin_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    mod = lambda b, h, q_idx, kv_idx: q_idx >= sum((1, 2))
+    assert reads_of(mod) is not None
+    monkeypatch.setattr(builtins, "sum", lambda x: 7)
+    assert reads_of(mod) is None
+
+
+def test_none_is_looked_for() -> None:
+    assert (
+        reads_of((lambda x: lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) if x is None else q_idx >= 0)(None))
+        is not None
+    )
 
 
 def test_settings_are_read() -> None:
