@@ -30,10 +30,11 @@ Types
     ContextLayout          what context_layout returns
     ContextParallel        says that the sequence of a call is split over mesh axes
     Dropout                which probabilities of a call are set to 0
+    Weights                weights of values that are no softmax, with a divisor of each row
     Quantized              a float8 query, key or value with its scales
     Origin                 where the arrays of a call lie in a larger problem
     SharedPrefix           which requests of paged_attention begin with the same tokens
-    AuxRequest, AuxOutput  extra results: lse and the largest score of each row
+    AuxRequest, AuxOutput  extra results: lse, the largest score and the sum of weights of each row
     KernelOptions          tiles, order of additions, simulation
     FallbackWarning        a call on a GPU or TPU does not run on its kernels
     ScoreMod, MaskMod      protocols of score functions and mask functions, for type checkers
@@ -77,6 +78,7 @@ from flexjax.types import MaskMod as MaskMod
 from flexjax.types import Origin as Origin
 from flexjax.types import Quantized as Quantized
 from flexjax.types import ScoreMod as ScoreMod
+from flexjax.types import Weights as Weights
 
 __version__ = "0.1.0"
 
@@ -105,6 +107,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "ContextLayout",
     "ContextParallel",
     "Dropout",
+    "Weights",
     "Quantized",
     "Origin",
     "SharedPrefix",

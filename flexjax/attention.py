@@ -7,6 +7,7 @@ import functools
 import typing
 
 import jax
+import jax.numpy as jnp
 
 from flexjax.backends.reference.definition import reference_attention
 from flexjax.call import float8_scales
@@ -24,7 +25,7 @@ from flexjax.plan.kernel_plan import Results
 from flexjax.plan.lengths import NONE
 from flexjax.trace.callbacks import run_callbacks
 from flexjax.trace.lift_numpy import lift_numpy
-from flexjax.types import ArrayArgument, AuxOutput, AuxRequest, Implementations, Operand
+from flexjax.types import ArrayArgument, AuxOutput, AuxRequest, Implementations, Operand, Weights
 
 Array = jax.Array
 
@@ -76,13 +77,15 @@ def flex_attention(
                  float8_e4m3fn. A Quantized stands for float8 numbers times scales
     key, value   [B or 1, S, M, D] and [B or 1, S, M, E], same dtype; M divides N, query head n reads head n // (N // M)
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
+    weights      in place of softmax: weights(score, b, h, q_idx, kv_idx) -> weight of a value, of the score after
+                 score_mod, or a Weights with a divisor of each row (docs/weights.md); 0 where the score is -inf
     mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars, True where the query attends to the key
     block_mask   in place of mask_mod: a block mask that `create_block_mask` made, which several calls can share
     scale        multiplies the dot product; default 1 / sqrt(D). A Python or numpy number is compiled into the kernel.
                  A jax scalar may be traced and gets a gradient
     sinks        [N] logits: one more column of the softmax, without a value; lse includes it
     layout       "BTNH" or "BNTH", the order of the axes of query, key, value, the extra features and out
-    return_aux   AuxRequest(lse=, max_scores=): also return an AuxOutput
+    return_aux   AuxRequest(lse=, max_scores=, total=): also return an AuxOutput
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or
                  several, which are asked in this order
     kernel_options  KernelOptions: tile sizes, split-KV, instruction, determinism, simulation
@@ -134,7 +137,7 @@ def flex_attention(
         names = dispatch.candidates(implementation)
         if context is not None:
             given = context_call.Given(arguments, names, text())
-            return with_aux(_checked(context_call.attention(context, given)), return_aux)
+            return with_aux(_checked(context_call.attention(context, given)), return_aux, None)
         with run_callbacks(names == (dispatch.REFERENCE,)):
             call = prepare(arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
@@ -145,7 +148,7 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
-    return with_aux(results, return_aux)
+    return with_aux(results, return_aux, call.weights)
 
 
 def _checked(results: Results) -> Results:
@@ -153,12 +156,21 @@ def _checked(results: Results) -> Results:
     return results
 
 
-def with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
+def with_aux(
+    results: Results, return_aux: AuxRequest | None, weights: Weights | None
+) -> Array | tuple[Array, AuxOutput]:
     """What flex_attention and paged_attention return: out, or with return_aux (out, AuxOutput)."""
+    out, statistic = results.out, results.lse
+    if weights is not None and weights.divisor is not None:
+        divisor = weights.divisor(statistic)
+        safe = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)[..., None]
+        out = jnp.where(divisor[..., None] == 0, 0, out.astype(statistic.dtype) / safe).astype(out.dtype)
     if return_aux is None:
-        return results.out
-    return results.out, AuxOutput(
-        results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
+        return out
+    return out, AuxOutput(
+        statistic if return_aux.lse else None,
+        results.max_scores if return_aux.max_scores else None,
+        statistic if return_aux.total else None,
     )
 
 
@@ -183,6 +195,7 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
         key,
         value,
         score_mod=None if score_mod is None else users(lift_numpy(score_mod)[0]),
+        weights=None if call.weights is None else users(lift_numpy(call.weights.function)[0]),
         mask_mod=None if mask_mod is None else users(lift_numpy(mask_mod)[0]),
         indices=indices,
         mask=None if block_mask is None else block_mask.to_mask(),

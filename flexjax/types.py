@@ -64,16 +64,41 @@ class MaskMod(typing.Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Weights:
+    """Weights of values that are no softmax, the argument `weights` of flex_attention, with a divisor of each row.
+
+    function   function(score, b, h, q_idx, kv_idx) -> weight, on scalars, as a score_mod
+    divisor    divisor(total) -> number, of an array of the totals of rows, the sums of their weights: out is divided by
+               it, and 0 where it is 0. Any differentiable function of jax; the total itself: `lambda total: total`.
+               None: out is not divided
+
+    Example: flex_attention(q, k, v, weights=flexjax.Weights(lambda s, b, h, q, k: jnp.exp(s), lambda total: total))
+    """
+
+    function: ScoreMod
+    divisor: Callable[[jax.Array], jax.Array] | None = None
+
+    def __post_init__(self) -> None:
+        for name, expected in (("function", "a function"), ("divisor", "a function or None")):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "divisor" and value is None):
+                raise bad_argument(f"weights.{name}", repr(value), expected, "See flexjax.Weights.")
+
+
+@dataclasses.dataclass(frozen=True)
 class AuxRequest:
     """The extra results that `flex_attention(..., return_aux=)` returns beside the output.
 
     lse          natural logarithm of the sum of the exponentials of a row's scores and the sink of its head, [B, T, N]
                  ([B, N, T] for layout "BNTH"), differentiable; float32, float64 for float64 inputs
     max_scores   the largest score of each row, without the sink, same shape and dtype, without a gradient
+    total        of a call with `weights`: the sum of the weights of a row, before dropout; as lse, which such a call
+                 does not have
     """
 
     lse: bool = False
     max_scores: bool = False
+    total: bool = False
 
     def __post_init__(self) -> None:
         _check_flags("return_aux", self)
@@ -84,6 +109,7 @@ class AuxOutput(typing.NamedTuple):
 
     lse: jax.Array | None = None
     max_scores: jax.Array | None = None
+    total: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,11 +76,18 @@ class BoundCase:
         )
 
     def attend(self, inputs: Arrays, learn: Arrays, rest: Arrays, value: jax.Array | None = None) -> Arrays:
-        """out [B, N, T, E], lse and max_scores [B, N, T]; `value` replaces that of the inputs."""
+        """out [B, N, T, E], lse and max_scores [B, N, T]; `value` replaces that of the inputs.
+
+        Of a case with weights lse is the total, and there are no max_scores.
+        """
         case = self.case
         captured = {**self.constants, **rest, **learn}
         score_mod, mask_mod = case.mods(captured)
         options: Arrays = dict(score_mod=score_mod, scale=case.scale, layout=case.layout)
+        asked = flexjax.AuxRequest(lse=True, max_scores=True)
+        if case.weights is not None:
+            options["weights"] = case.weighting(captured)
+            asked = flexjax.AuxRequest(total=True)
         if case.block is None:
             options["mask_mod"] = mask_mod
         else:
@@ -98,11 +105,12 @@ class BoundCase:
             options |= {name: self._turned(inputs[name]) for name in ("query_extra", "key_extra")}
         out, aux = flexjax.flex_attention(
             *(self._turned(x) for x in (inputs["q"], inputs["k"], inputs["v"] if value is None else value)),
-            return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
+            return_aux=asked,
             implementation=self.implementation,
             **options,
         )
-        return {n: self._turned(x) for n, x in dict(out=out, lse=aux.lse, max_scores=aux.max_scores).items()}
+        found = dict(out=out, lse=aux.total if case.weights else aux.lse, max_scores=aux.max_scores)
+        return {n: self._turned(x) for n, x in found.items() if x is not None}
 
     def loss(self, inputs: Arrays, learn: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays]:
         """`oracle.loss_value` of the results, and the results."""

@@ -55,10 +55,17 @@ def attention_values(
     """out [B, N, T, E], lse and max_scores [B, N, T], by numpy; the mods run under x64, entry by entry.
 
     keep  bool [B, N, T, S]: which probabilities dropout keeps
+
+    Of a case with weights lse is the total, 0 in rows that do not exist.
     """
     rows, entries = existing(case)
     scores = np.where(entries, _masked_scores(case, inputs, captured), -np.inf)
     B, N, T, S = scores.shape
+    if case.weights is not None:
+        weights = _weights(case, captured, scores)
+        kept = weights if keep is None else weights * keep / (1 - case.dropout)
+        out = np.einsum("bhqk,bhke->bhqe", kept, _repeated(inputs["v"], N))
+        return dict(out=out, lse=weights.sum(-1), max_scores=scores.max(axis=-1, initial=-np.inf))
     columns = scores
     if "sinks" in inputs:
         sink = np.broadcast_to(inputs["sinks"][None, :, None, None], (B, N, T, 1))
@@ -106,6 +113,22 @@ def _masked_scores(case: Case, inputs: Arrays, captured: Arrays) -> np.ndarray:
     return np.where(on, modded, -np.inf)
 
 
+def _weights(case: Case, captured: Arrays, scores: np.ndarray) -> np.ndarray:
+    """The weights of scores [B, N, T, S] that are -inf at hidden entries, 0 there."""
+    if scores.size == 0:
+        return scores
+    on = scores != -np.inf
+
+    def evaluate(captured: Arrays, scores: jax.Array) -> jax.Array:
+        at = [i.ravel() for i in jnp.indices(scores.shape, dtype=jnp.int32)]
+        weighting = case.weighting(captured)
+        assert weighting is not None
+        return jax.vmap(weighting)(scores.ravel(), *at).reshape(scores.shape)
+
+    with jax.enable_x64(True):
+        return np.where(on, _quick_jit(evaluate)(captured, np.where(on, scores, 0.0)), 0.0)
+
+
 @functools.cache
 def _entry_by_entry(case: Case) -> Callable[[Arrays, np.ndarray], tuple[jax.Array, jax.Array]]:
     """(captured, scores [B, N, T, S]) -> modified scores and mask, every entry on its own."""
@@ -138,9 +161,9 @@ def reference_results(
     extras = {name: inputs[name] for name in ("sinks", "query_extra", "key_extra") if name in inputs}
     out, lse, max_scores = reference_attention(
         inputs["q"], inputs["k"], inputs["v"], score_mod=score_mod, mask_mod=mask_mod, scale=case.scale,
-        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, mask=entries, **extras,
+        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, mask=entries, weights=case.weighting(captured), **extras,
     )  # fmt: skip
-    return dict(out=out, lse=jnp.where(rows, lse, -jnp.inf), max_scores=max_scores)
+    return dict(out=out, lse=jnp.where(rows, lse, -jnp.inf if case.weights is None else 0.0), max_scores=max_scores)
 
 
 def expected(case: Case, keep: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -252,10 +275,25 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
         modded = jax.vmap(score_mod)(jnp.where(on, scores, scores[place]).ravel(), *spots)
         scores = modded.astype(jnp.float32).reshape(on.shape)
     scores = jnp.where(on, scores, -jnp.inf)
+    if case.weights is not None:
+        return _plain_weights(case, captured, scores, repeat(narrow["v"]), dtype)
     sinks = narrow["sinks"] if case.sinks else jnp.full(N, -jnp.inf)
     out, lse = _softmax_of_values(scores, repeat(narrow["v"]), sinks, dtype)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
     return dict(out=_through(out, dtype, dtype), lse=jnp.where(rows, lse, -jnp.inf), max_scores=top)
+
+
+def _plain_weights(
+    case: Case, captured: Arrays, scores: jax.Array, value: jax.Array, dtype: str
+) -> dict[str, jax.Array]:
+    """Results of weights in place of a softmax, rounded to `dtype` where they multiply the values."""
+    weighting, on = case.weighting(captured), scores != -jnp.inf
+    assert weighting is not None
+    at = [i.ravel() for i in jnp.indices(scores.shape, dtype=jnp.int32)]
+    found = jax.vmap(weighting)(jnp.where(on, scores, 0.0).ravel(), *at).reshape(scores.shape)
+    weights = jnp.where(on, found.astype(jnp.float32), 0.0)
+    out = jnp.einsum("bhqk,bhke->bhqe", _through(weights, dtype, "float32"), value)
+    return dict(out=_through(out, dtype, dtype), lse=weights.sum(-1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

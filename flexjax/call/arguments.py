@@ -22,6 +22,7 @@ from flexjax.types import (
     Precision,
     Quantized,
     ScoreMod,
+    Weights,
 )
 
 A = typing.TypeVar("A", bound=ArrayOrShape)
@@ -39,6 +40,7 @@ class Arguments:
     key: ArrayOrShape | Quantized = dataclasses.field(kw_only=False)
     value: ArrayOrShape | Quantized = dataclasses.field(kw_only=False)
     score_mod: ScoreMod | None = None
+    weights: ScoreMod | Weights | None = None
     mask_mod: MaskMod | None = None
     block_mask: BlockMask | None = None
     scale: float | ArrayOrShape | None = None
@@ -65,6 +67,7 @@ class MaskAndScore(typing.TypedDict, typing.Generic[A], total=False):
     """For type checkers: the keywords that decide the probabilities of float inputs, of arrays of type A."""
 
     score_mod: ScoreMod | None
+    weights: ScoreMod | Weights | None
     mask_mod: MaskMod | None
     block_mask: BlockMask | None
     scale: float | A | None

@@ -17,8 +17,10 @@ import numpy as np
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.call.arguments import Arguments
 from flexjax.errors import bad_argument, kind_of, stacklevel_of_user
+from flexjax.mod_tools.signatures import SCORE_ARGUMENTS
 from flexjax.plan.kernel_plan import FLOAT8, Lengths
-from flexjax.types import AuxRequest, KernelOptions, values_of
+from flexjax.trace.trace_mod import check_callable
+from flexjax.types import AuxRequest, KernelOptions, ScoreMod, Weights, values_of
 
 Array = jax.Array
 
@@ -87,6 +89,34 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
             f"Its fields are {', '.join(f.name for f in dataclasses.fields(KernelOptions))}.",
         )
     return options
+
+
+def check_weights(weights: object, sinks: object, aux: AuxRequest | None, dtype: str) -> Weights | None:
+    """The argument weights as a Weights, None for a softmax. Raises ValueError for what has no meaning beside it."""
+    if weights is None:
+        if aux is not None and aux.total:
+            raise bad_argument(
+                "return_aux.total", "True without weights", "False", "The denominator of a softmax is exp(lse)."
+            )
+        return None
+    given = weights if isinstance(weights, Weights) else None
+    if given is None:
+        check_callable("weights", weights, SCORE_ARGUMENTS)
+        given = Weights(typing.cast(ScoreMod, weights))
+    else:
+        check_callable("weights.function", given.function, SCORE_ARGUMENTS)
+    if sinks is not None:
+        raise bad_argument(
+            "sinks", "given beside weights", "None", "Only a softmax has a denominator to which a sink adds."
+        )
+    for name in ("lse", "max_scores"):
+        if aux is not None and getattr(aux, name):
+            raise bad_argument(
+                f"return_aux.{name}", "True beside weights", "False", "It belongs to softmax; total sums the weights."
+            )
+    if dtype == FLOAT8:
+        raise bad_argument("weights", f"given for {FLOAT8} inputs", "None", "Cast query, key and value to bfloat16.")
+    return given
 
 
 def check_inputs(arguments: Arguments) -> CheckedArrays:

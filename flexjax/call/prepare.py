@@ -26,6 +26,7 @@ from flexjax.call.checks import (
     check_lengths,
     check_options,
     check_scale,
+    check_weights,
 )
 from flexjax.call.dropout import dropout_program
 from flexjax.errors import bad_argument
@@ -43,8 +44,8 @@ from flexjax.plan.problem import After, Problem
 from flexjax.rewrites.pages import whole_pages
 from flexjax.rewrites.residues import residues_of
 from flexjax.trace.memo import Memo
-from flexjax.trace.trace_mod import TracedMod, trace_score_mod
-from flexjax.types import Layout, MaskMod, Origin, ScoreMod
+from flexjax.trace.trace_mod import TracedMod, check_function, trace_score_mod
+from flexjax.types import Layout, MaskMod, Origin, ScoreMod, Weights
 
 Array = jax.Array
 
@@ -57,6 +58,7 @@ class PreparedCall:
     """A checked call of flex_attention, ready to be computed.
 
     score    the traced score program: score_mod, and `scale` where that is an array; None for the identity
+    weights  the argument, checked
     origin   where the arrays lie in the whole problem; None: at 0
     """
 
@@ -64,6 +66,7 @@ class PreparedCall:
     operands: Operands
     score: TracedMod | None
     origin: OriginTable | None = None
+    weights: Weights | None = None
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
         """The static parameter of the primitives; `implementation` are names of backends in order."""
@@ -99,6 +102,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     layout, return_aux = arguments.layout, arguments.return_aux
     options = check_options(return_aux, arguments.kernel_options)
     inputs = check_inputs(arguments) if in_pages is None else in_pages.inputs
+    weights = check_weights(arguments.weights, arguments.sinks, return_aux, inputs.dtype)
     scale = _scale(arguments.scale, inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
     scales = float8_scales.of_call(arguments, inputs)
@@ -112,6 +116,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     score_mod = arguments.score_mod
     if in_pages is None:
         check_sizes("score_mod", score_mod, reach)
+        check_sizes("weights", None if weights is None else weights.function, reach)
         check_sizes("mask_mod", arguments.mask_mod, reach)
     else:  # paged_attention has compared the sizes of its mods; how long its requests are is not known
         reach = Reach((*own_sizes[:2], None, None), reach.exact)
@@ -119,11 +124,14 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         score_mod = scales.score_mod(score_mod)
         if isinstance(scale, Array):  # a captured array of the score function, because a plan holds no array
             score_mod = _scaled(score_mod, scale)
+        if weights is not None:
+            check_function("weights", weights.function, score_dtype)
+            score_mod = _weighted(score_mod, weights.function)
     scale = 1.0 if isinstance(scale, Array) else scale
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype, reach)
     if score is not None and jnp.dtype(inputs.dtype).itemsize <= 2:
         score = _in_single_precision(score)
-    if score is not None and score.is_identity:
+    if score is not None and score.is_identity and weights is None:
         score = None
     block_mask = _block_mask(arguments.mask_mod, arguments.block_mask, inputs, origin, in_pages, reach, layout)
     dropout = dropout_program(arguments.dropout, sizes, score_dtype)
@@ -157,6 +165,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         precision=precision_name(arguments.precision, dtype),
         residues=None if origin or lengths or in_pages else _residues(block_mask, score),
         float8=inputs.dtype == FLOAT8,
+        weighted=weights is not None,
     )
     operands = Operands(
         query=inputs.query,
@@ -174,7 +183,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         pages=None if in_pages is None else in_pages.pages,
         scales=None if in_pages is None else in_pages.scales,
     )
-    return PreparedCall(plan, operands, score, origin)
+    return PreparedCall(plan, operands, score, origin, weights)
 
 
 def _origin(
@@ -258,6 +267,21 @@ def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
         return score if score_mod is None else score_mod(score, *at)
 
     return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
+
+
+def _weighted(score_mod: ScoreMod | None, weights: ScoreMod) -> ScoreMod:
+    """weights(score_mod(score, ..), ..), and 0 with gradients of 0 where score_mod gives -inf."""
+    if score_mod is None:
+        return weights
+
+    def weighted(score: Array, *at: Array) -> Array:
+        score = jnp.asarray(score_mod(score, *at), score.dtype)
+        hidden = score == -jnp.inf
+        # the inner select keeps NaN out of derivatives, as of -inf * sigmoid(-inf)
+        weight = weights(jnp.where(hidden, jnp.zeros_like(score), score), *at)
+        return jnp.where(hidden, jnp.zeros_like(weight), weight)
+
+    return functools.wraps(score_mod)(weighted)
 
 
 def _block_mask(

@@ -97,6 +97,10 @@ def build(context: object, given: Given) -> Built:
     call names "reference" first, and for lengths beside a block mask of user lists.
     """
     arguments = given.arguments
+    if arguments.weights is not None:
+        raise NotImplementedError(
+            "A call with context= takes no weights: its parts are merged by the lse of a softmax. Leave out context="
+        )
     mask_mod, block_mask = arguments.mask_mod, arguments.block_mask
     if mask_mod is not None and block_mask is not None:
         raise both_masks()

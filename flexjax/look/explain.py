@@ -288,6 +288,7 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
         + ("" if plan.precision == "default" else f"  precision {plan.precision}")
         + ("  sinks" if plan.has_sinks else "")
+        + ("  weights" if plan.weighted else "")
         + (("  value.scales" if plan.float8 else "  dropout") if plan.dropout is not None else "")
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
         + ("  query_seq_lengths" if plan.lengths[0] else "")
@@ -312,11 +313,14 @@ def _programs(call: PreparedCall, given: Arguments | PagedArguments, lines: int)
     out = []
     for which, program in enumerate((call.plan.score, call.plan.mask)):
         name = ("score_mod", "mask_mod")[which]
+        roots = {name: mods[which], "scale": given.scale} if which == 0 else {name: mods[which]}
+        if which == 0 and call.weights is not None:  # one program has both
+            roots["weights"] = call.weights.function
+            name = "weights" if given.score_mod is None else "weights of score_mod"
         if program is None:
             out.append(f"{name}: none")
             continue
         inputs = input_names(mods[which], with_score=which == 0)
-        roots = {name: mods[which], "scale": given.scale} if which == 0 else {name: mods[which]}
         out.append(f"{name}: " + describe(program, capture_names(roots, arrays[which], inputs), inputs, lines))
     if call.score is not None:
         made = call.score.derivative

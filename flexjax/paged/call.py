@@ -154,7 +154,7 @@ def paged_attention(
     except Exception as error:
         add_note_once(error, text_of_paged("paged_attention", arguments))
         raise
-    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), return_aux)
+    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), return_aux, None)
 
 
 def text_of_paged(function: str, arguments: PagedArguments) -> str:

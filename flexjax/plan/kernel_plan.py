@@ -111,6 +111,8 @@ class KernelPlan:
     residues: Residues | None = None
     # query, key and value are float8_e4m3fn and `dtype` is "bfloat16"; forward pass only, scales are in the programs
     float8: bool = False
+    # no softmax: the result of `score` is the weight of a value, 0 at hidden entries, and lse is the sum of a row
+    weighted: bool = False
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
 
@@ -153,6 +155,11 @@ class KernelPlan:
         """
         # max_scores must be the largest score itself; small weights in float16 are subnormal and lose bits
         return self.exact_captures and self.dtype == "bfloat16" and not self.max_scores
+
+    @property
+    def lse_without_keys(self) -> float:
+        """`Results.lse` of a row without visible keys and without a sink: of no exponentials, or of no weights."""
+        return 0.0 if self.weighted else float("-inf")
 
     @property
     def out_dtype(self) -> str:
@@ -272,7 +279,7 @@ class Results(typing.NamedTuple):
 
     # [B, T, N, E] in the dtype of query, or of scores if the plan is `partial`
     out: jax.Array
-    # [B, T, N]; log of the softmax denominator, -inf where all entries are masked
+    # [B, T, N]; log of the softmax denominator, -inf where all entries are masked; of a weighted plan the total
     lse: jax.Array
     # [B, T, N]; after score_mod, -inf where all entries are masked; None unless the plan asks for it
     max_scores: jax.Array | None

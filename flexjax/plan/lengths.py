@@ -38,7 +38,7 @@ def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float
 
 
 def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan) -> Results:
-    """The results with out and rounding 0, lse and max_scores -inf in rows of queries that do not exist."""
+    """The results with out and rounding 0, lse and max_scores those of no keys in rows of queries that do not exist."""
     query = None if lengths is None else lengths.query
     if query is None:
         return results
@@ -46,7 +46,7 @@ def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan
     top, rounding = results.max_scores, results.rounding
     return Results(
         where_exists(results.out, query, plan),
-        where_exists(results.lse, query, plan, low),
+        where_exists(results.lse, query, plan, plan.lse_without_keys),
         None if top is None else where_exists(top, query, plan, low),
         None if rounding is None else where_exists(rounding, query, plan),
     )

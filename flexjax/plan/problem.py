@@ -87,8 +87,8 @@ class Problem:
         return 2 + self.plan.exact_captures
 
     def for_captures(self) -> "Problem":
-        """This problem with plan.exact_captures set, if inputs have 16 bits."""
-        if self.plan.dtype not in ("bfloat16", "float16"):
+        """This problem with plan.exact_captures set, if inputs have 16 bits and a backward pass forms delta of out."""
+        if self.plan.dtype not in ("bfloat16", "float16") or self.plan.weighted:
             return self
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, exact_captures=True))
 

@@ -130,6 +130,14 @@ def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach
     return TracedMod(program, arrays, made.program, "", made.again, made.refused, after, ruled=ruled)
 
 
+def check_function(name: str, function: Callable, score_dtype: str) -> None:
+    """Raises ModError for an argument `name` of the kind of score_mod that cannot be called and traced to a float."""
+    traced = _trace(name, function, SCORE_ARGUMENTS, score_dtype)
+    out = traced.closed.out_avals[0]
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise _of_result(f"`{name}` returned {with_article(out.dtype.name)}; expected a floating scalar.", traced)
+
+
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None) -> TracedMod:
     """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program. Raises ModError as trace_score_mod does."""
     return _remembered(_mask_mod, mask_mod, sizes, reach)
@@ -318,6 +326,7 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 AS_IF: dict[str, Callable] = {
     "score_mod": lambda score, b, h, q_idx, kv_idx: score,
+    "weights": lambda score, b, h, q_idx, kv_idx: score,
     "mask_mod": lambda b, h, q_idx, kv_idx: True,
 }
 """What is planned for a mod with callbacks: implementation="reference" runs the mod itself."""

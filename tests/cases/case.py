@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.cases.mods import MASK_MODS, SCORE_MODS, Mod
+from tests.cases.mods import MASK_MODS, SCORE_MODS, WEIGHTS, Mod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Case:
 
     shape     (B, N, M, T, S, D, E): batch, query heads, kv heads, lengths, dims of q and k, of v
     score     name of the score mod, mask: name of the mask mod
+    weights   name of the weights in place of a softmax: the lse of results is their total, and there are no max_scores
     captures  (name, Capture) pairs; float ones want a gradient unless `frozen`
     dtypes    dtypes of q, k, v in the default run; the slow run adds the others
     block     None: pass `mask_mod`; else build and pass a block mask
@@ -79,6 +80,7 @@ class Case:
     shape: tuple[int, int, int, int, int, int, int] = (1, 2, 2, 37, 37, 16, 16)
     score: str | None = None
     mask: str | None = None
+    weights: str | None = None
     captures: tuple[tuple[str, Capture], ...] = ()
     frozen: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32",)
@@ -135,6 +137,9 @@ class Case:
             SCORE_MODS[self.score](captured) if self.score else None,
             MASK_MODS[self.mask](captured) if self.mask else None,
         )
+
+    def weighting(self, captured: dict[str, Any]) -> Mod | None:
+        return WEIGHTS[self.weights](captured) if self.weights else None
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(zlib.crc32(f"{self.name}/{purpose}".encode()))

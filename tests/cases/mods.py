@@ -11,6 +11,7 @@ Mod = Callable[..., jax.Array]
 
 SCORE_MODS: dict[str, Callable[[Captures], Mod]] = {}
 MASK_MODS: dict[str, Callable[[Captures], Mod]] = {}
+WEIGHTS: dict[str, Callable[[Captures], Mod]] = {}
 
 
 def score(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
@@ -21,6 +22,44 @@ def score(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
 def mask(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
     MASK_MODS[make.__name__] = make
     return make
+
+
+def weights(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
+    WEIGHTS[make.__name__] = make
+    return make
+
+
+# ------------------------------------------------------------------ weights in place of softmax
+
+
+@weights
+def linear(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: s
+
+
+@weights
+def sigmoid(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: jax.nn.sigmoid(s + c["logit"][h])
+
+
+@weights
+def silu(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: jax.nn.silu(s) / 16
+
+
+@weights
+def relu_squared(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: jnp.square(jax.nn.relu(s)) / 16
+
+
+@weights
+def decayed(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: s * jnp.exp(-jnp.abs(c["rate"][h] * (q - k)))
+
+
+@weights
+def clipped_weight(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: clipped(s)
 
 
 # ------------------------------------------------------------------ scores without captured arrays

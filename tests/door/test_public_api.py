@@ -19,7 +19,7 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "Origin", "Dropout", "Quantized", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "Origin", "Weights", "Dropout", "Quantized", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
     "context_layout", "ContextLayout", "merge_attention_states", "made_for", "paged", "paged_attention", "ContextParallel", "SharedPrefix",
 }
@@ -30,14 +30,14 @@ FUNCTIONS = [
 ALIASES = {"Layout", "Implementation"}
 
 SIGNATURES = {
-    "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
+    "flex_attention": "query, key, value, *, score_mod=None, weights=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', kernel_options=None, dropout=None, "
         "query_extra=None, key_extra=None, query_seq_lengths=None, "
         "key_value_seq_lengths=None, origin=None, precision=None, "
         "return_aux=None, implementation=None, context=None",
     "paged_attention": "query, cache, table, *, score_mod=None, mask_mod=<function causal>, query_seq_lengths=None, cu_q_lens=None, "
         "scale=None, sinks=None, shared=None, origin=None, kernel_options=None, return_aux=None, implementation=None",
-    "attention_weights": "query, key, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, layout='BTNH', "
+    "attention_weights": "query, key, *, score_mod=None, weights=None, mask_mod=None, block_mask=None, scale=None, sinks=None, layout='BTNH', "
         "origin=None",
     "merge_attention_states": "outs, lses, axis=0",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
@@ -149,7 +149,7 @@ def test_block_mask_has_what_the_design_lists() -> None:
 
 
 def test_small_types() -> None:
-    assert AuxOutput() == (None, None)
+    assert AuxOutput() == (None, None, None)
     assert AuxOutput._fields == tuple(inspect.signature(AuxRequest).parameters)
     assert KernelOptions(block_q=64) == KernelOptions(block_q=64)
     assert hash(KernelOptions()) == hash(KernelOptions())

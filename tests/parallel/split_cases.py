@@ -54,7 +54,7 @@ CAPTURE_DIMS: dict[tuple[str, str], str] = {
     ("full_pair_bias", "bias"): "b h - -", ("transposed_view", "bias"): "- h", ("fixed_plane", "bias"): "b h - -",
     ("relative_bias", "bias"): "h -", ("bucket_bias", "table"): "- h", ("coordinate_distance", "strength"): "h",
     ("window_per_head", "window"): "h", ("causal_documents", "doc"): "b -", ("key_lengths", "length"): "b",
-    ("both_lengths", "length"): "b", ("dilation_by_head", "dilation"): "h",
+    ("both_lengths", "length"): "b", ("dilation_by_head", "dilation"): "h", ("sigmoid", "logit"): "h", ("decayed", "rate"): "h",
 }  # fmt: skip
 """The dimensions of captured arrays that a mod indexes with plain b or h: arrays under jit are split there."""
 
@@ -136,7 +136,7 @@ class Row:
         found = [
             dims
             for (mod, array), dims in CAPTURE_DIMS.items()
-            if mod in (self.case.score, self.case.mask) and array == name
+            if mod in (self.case.score, self.case.mask, self.case.weights) and array == name
         ]
         if not found or self.kind == "shard_map":
             return P()
@@ -156,12 +156,21 @@ def row_of(name: str) -> Row:
     return Row(dataclasses.replace(given, shape=shape, lengths=lengths), split, kind)
 
 
-CRASHING = {f"{case}-{split}-shard_map" for case in ("no_keys", "no_keys_masked") for split in ("batch", "heads")}
+CRASHING = {
+    f"{case}-{split}-shard_map"
+    for case in ("no_keys", "no_keys_masked", "weights_without_keys")
+    for split in ("batch", "heads")
+}
 """Rows whose program XLA of jax 0.11.2 cannot compile on a CPU: it ends the process where devices sum arrays without elements, as
 the gradients of no keys are, and jax's own transpose of shard_map asks for that sum."""
 NAMES = tuple(
-    name for case in CASES for split in SPLITS for kind in KINDS if (name := f"{case}-{split}-{kind}") not in CRASHING
-)
+    name
+    for case in CASES
+    for split in SPLITS
+    for kind in KINDS
+    if (name := f"{case}-{split}-{kind}") not in CRASHING
+    and not (CASES[case].weights and split in ("sequence", "cube"))
+)  # context= takes no weights
 
 
 # ------------------------------------------------------------------- the call
@@ -200,11 +209,15 @@ def attend(row: Row, given: Arrays, layout: flexjax.ContextLayout | None, device
         options |= {"dropout": flexjax.Dropout(case.dropout, jax.random.key(11))}
     if layout is not None:
         options["context"] = flexjax.ContextParallel("sequence", layout, row.method)  # type: ignore[arg-type]
+    asked = flexjax.AuxRequest(lse=True, max_scores=True)
+    if case.weights is not None:
+        asked, options["weights"] = flexjax.AuxRequest(total=True), case.weighting(given)
     out, aux = flexjax.flex_attention(
         *(turned(given[name]) for name in "qkv"), score_mod=score_mod, sinks=given.get("sinks"), scale=case.scale,
-        layout=case.layout, return_aux=flexjax.AuxRequest(lse=True, max_scores=True), implementation="xla", **options,
+        layout=case.layout, return_aux=asked, implementation="xla", **options,
     )  # fmt: skip
-    return {name: turned(x) for name, x in {"out": out, "lse": aux.lse, "max_scores": aux.max_scores}.items()}
+    found = {"out": out, "lse": aux.total if case.weights else aux.lse, "max_scores": aux.max_scores}
+    return {name: turned(x) for name, x in found.items() if x is not None}
 
 
 def _read_heads(row: Row, x: jax.Array) -> jax.Array:
@@ -253,7 +266,8 @@ def split_step(row: Row, known: Arrays) -> Callable[..., Any]:
             return jax.lax.psum(total, tuple(row.parts)), results
 
         specs = tuple({name: row.spec_of(name, x) for name, x in part.items()} for part in (floats, rest))
-        rows = dict.fromkeys(("out", "lse", "max_scores"), row.spec("b", "h", "t"))
+        names = ("out", "lse", *(["max_scores"] if row.case.weights is None else []))
+        rows = dict.fromkeys(names, row.spec("b", "h", "t"))
         return jax.shard_map(local, mesh=row.mesh, in_specs=specs, out_specs=(P(), rows))(floats, rest)
 
     return jax.grad(run, has_aux=True)

@@ -8,7 +8,10 @@ on every entry by `jax.vmap`, the softmax is over whole rows, and all gradients 
     p             = softmax over k of where(mask, s, -inf), with one more column `sinks[h]` if given
     out           = sum over k of p * value[b, k, h // group]
 
-A row whose scores are all -inf (and that has no sink) has `out = 0`, `lse = -inf` and no gradient.
+A row whose scores are all -inf (and that has no sink) has `out = 0`, `lse = -inf` and no gradient. With `weights`
+
+    p             = weights(s, b, h, q, k), 0 where mask is off or s is -inf
+    total         = sum over k of p, which takes the place of lse
 """
 
 import functools
@@ -28,6 +31,7 @@ def reference_attention(
     value: jax.Array,
     *,
     score_mod: ScoreMod | None = None,
+    weights: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     mask: jax.Array | None = None,
     scale: float | jax.Array | None = None,
@@ -44,6 +48,7 @@ def reference_attention(
 
     query:        [B, T, N, D]; key [B or 1, S, M, D]; value [B or 1, S, M, E]; `M` divides `N`.
     score_mod:    (score, b, h, q, kv) -> score, on scalars; `h` is the query head.
+    weights:      (score, b, h, q, kv) -> weight, on scalars, in place of the softmax; None: softmax.
     mask_mod:     (b, h, q, kv) -> bool, on scalars; True keeps the entry.
     mask:         bool, broadcastable to [B, N, T, S]; kept entries satisfy it and `mask_mod`.
     scale:        factor on the dot products; `1 / sqrt(D)` if None.
@@ -60,7 +65,7 @@ def reference_attention(
 
     Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N]. The last two are
     float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype. `lse` is the natural
-    logarithm and counts the sink; `max_scores` leaves it out and has no gradient.
+    logarithm and counts the sink, or the total of `weights`; `max_scores` leaves it out and has no gradient.
     """
     wide = jnp.result_type(float)
     head_first = layout == "BNTH"
@@ -83,14 +88,19 @@ def reference_attention(
     if on is not None:
         scores = jnp.where(on, scores, -jnp.inf)
 
-    probs, lse, max_scores = _softmax(scores, sinks)
+    if weights is None:
+        probs, lse, max_scores = _softmax(scores, sinks)
+    else:
+        probs = _weights(weights, scores, at)
+        lse, max_scores = probs.sum(-1), jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=-jnp.inf)
     if dropout_keep is not None:
         probs = jnp.where(dropout_keep, probs / (1.0 - dropout_rate), 0.0)
     out = jnp.einsum("bhqk,bhke->bhqe", probs, v, precision=jax.lax.Precision.HIGHEST).astype(query.dtype)
     if rows is not None:
         out = _zero_tail(out, rows)
         lse, max_scores = (
-            jnp.where(jnp.arange(x.shape[2]) < rows[:, None, None], x, -jnp.inf) for x in (lse, max_scores)
+            jnp.where(jnp.arange(x.shape[2]) < rows[:, None, None], x, none)
+            for x, none in ((lse, -jnp.inf if weights is None else 0.0), (max_scores, -jnp.inf))
         )
     if head_first:
         return out, lse, max_scores
@@ -193,6 +203,14 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, inde
         return jax.vmap(entry)(values.ravel(), *(x.ravel() for x in places)).reshape(scores.shape)
 
     return jax.lax.cond(jnp.any(on), on_kept_entries, jnp.zeros_like, scores)
+
+
+def _weights(weights: ScoreMod, scores: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    """The weights [B, N, T, S] of scores that are -inf at hidden entries."""
+    if not scores.size:
+        return scores
+    on = scores != -jnp.inf
+    return jnp.where(on, _modified(weights, jnp.where(on, scores, 0.0), on, at), 0.0)
 
 
 @jax.custom_jvp

@@ -69,11 +69,13 @@ class DenseBackend:
 
         derivative   program of score_mod's derivatives, if the pass is differentiated
         """
+        score_mod = None if plan.score is None else _score_mod(plan, derivative or plan.score, operands)
         out, lse, top = reference_attention(
             operands.query,
             operands.key,
             operands.value,
-            score_mod=None if plan.score is None else _score_mod(plan, derivative or plan.score, operands),
+            score_mod=None if plan.weighted else score_mod,
+            weights=score_mod if plan.weighted else None,
             mask=_mask(plan, operands),
             scale=plan.scale,
             sinks=operands.sinks,

@@ -12,6 +12,11 @@ lse:
     dl_j  = ds' * ds'/dl_j                 summed over the entries that load the same element
     dsink = sum_rows exp(sink - lse) (dlse - delta)
 
+Of a weighted plan, with w the weights and dtotal the cotangent of their sum (the lse of such a plan):
+
+    dw    = dp + dtotal                    in place of ds', with s' = w: the cotangent of the program's result
+    dv    = (w r)^T do
+
 A derivative rule that is not linear takes ds' itself and gives ds and ds' * ds'/dl_j (Program.takes_cotangent).
 
 A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key
@@ -77,10 +82,11 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     tiled = TiledOperands(plan, operands, target, derivative, backward=True)
     sizes = tiled.sizes
     in_compute = lambda x: heads_first(x, plan).astype(tiled.compute)
-    delta = jnp.sum(in_compute(d_out) * in_compute(results.float32_out), -1)
+    lse = in_compute(results.lse)
+    out = None if plan.weighted else in_compute(results.float32_out)
+    delta = jnp.zeros_like(lse) if out is None else jnp.sum(in_compute(d_out) * out, -1)
     if d_lse is not None:
         delta = delta - in_compute(d_lse)
-    lse = in_compute(results.lse)
     # The lse of an empty row is -inf, on which no score depends.
     delta = jnp.where(jnp.isneginf(lse), jnp.zeros_like(delta), delta)
     per_row = RowArrays(tiled.rows(d_out), *(pad_to(x, 2, sizes.padded_q)[..., None] for x in (delta, lse)))
@@ -156,7 +162,7 @@ class BackwardSweep(typing.NamedTuple):
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
-            p = tile_math.probabilities(scores.modified, lse)
+            p = scores.modified if plan.weighted else tile_math.probabilities(scores.modified, lse)
             multiplier = dropout_multiplier(tiled, row, visit)
             if dv is not None:
                 dropped = p if multiplier is None else p * multiplier
@@ -165,7 +171,8 @@ class BackwardSweep(typing.NamedTuple):
             if not need_ds and not self.captured.slots:
                 return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
             dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit))
-            cotangent = p * ((dp if multiplier is None else dp * multiplier) - delta)
+            cotangent = (dp if multiplier is None else dp * multiplier) - delta
+            cotangent = cotangent if plan.weighted else p * cotangent
             of_loads = cotangent
             if self.derivative is not None and self.derivative.takes_cotangent:
                 # the partials are cotangents then; what is off counts as 0, which a rule may make something else of

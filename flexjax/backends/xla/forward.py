@@ -63,19 +63,24 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
     """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row, in the dtype of
     scores.
 
-    lse includes the sinks, max_scores does not. If the plan does not ask for max_scores, they may be rounded up to
-    multiples of ln 2.
+    lse includes the sinks, max_scores does not; of a weighted plan lse is the total. If the plan does not ask for
+    max_scores, they may be rounded up to multiples of ln 2.
     """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)
     qx = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
 
     def visit_tile(state: tuple[Array, Array, Array], visit: BlockVisit) -> tuple[Array, Array, Array]:
-        """One step of the online softmax on (row maximum, row sum, sum of exp(score - maximum) * value)."""
+        """One step of the online softmax on (row maximum, row sum, sum of exp(score - maximum) * value), or of plain
+        sums.
+        """
         maximum, total, accumulated = state
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified
-        maximum, total, factor, weights = tile_math.online_step(maximum, total, scores, tiled.rounds_weights)
+        if plan.weighted:
+            total, factor, weights = total + scores.sum(-1, keepdims=True), 1, scores
+        else:
+            maximum, total, factor, weights = tile_math.online_step(maximum, total, scores, tiled.rounds_weights)
         multiplier = dropout_multiplier(tiled, row, visit)
         weights = weights if multiplier is None else weights * multiplier
         product = tiled.weights_times_value(weights, tiled.take_columns(tiled.value, row, visit))
@@ -88,6 +93,8 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
         jnp.zeros((*shape, plan.value_dim), tiled.compute),
     )
     maximum, total, accumulated = walk(plan, s, row, visit_tile, tiled.vary_like_operands(start))
+    if plan.weighted:
+        return accumulated, total, maximum
     out, lse = tile_math.finalise(maximum, total, accumulated, row_sinks(tiled, row))
     return out, lse, maximum
 
@@ -109,10 +116,10 @@ def join_rows(x: Array, sizes: TileSizes) -> Array:
 
 
 def empty_results(plan: KernelPlan, operands: Operands) -> Results:
-    """Of a call without batch entries, queries or keys: out 0, lse the head's sink, -inf without sinks."""
+    """Of a call without batch entries, queries or keys: out 0, lse the head's sink, or that of no keys."""
     tokens = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     shape = (plan.batch, *tokens)
-    lse = jnp.full(shape, -jnp.inf, plan.score_dtype)
+    lse = jnp.full(shape, plan.lse_without_keys, plan.score_dtype)
     if operands.sinks is not None:
         by_head = operands.sinks.astype(lse.dtype)
         lse = jnp.broadcast_to(by_head if plan.layout == "BTNH" else by_head[:, None], shape)

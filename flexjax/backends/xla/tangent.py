@@ -5,6 +5,10 @@ With t before the name of a tangent, s' the modified score, l_j the loads of cap
     ts'  = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
     tlse = sum p ts'                              the sink is one more term of this sum
     tout = sum p r (ts' v + tv) - out tlse
+
+Of a weighted plan s' is the weight w, and ttotal takes the place of tlse:
+
+    tout = sum r (tw v + w tv)        ttotal = sum tw
 """
 
 import typing
@@ -126,13 +130,15 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
             loads = tangent_of_loads(scores, tiled_tangents.derivative, tiled_tangents.captures)
             t_score = t_score if loads is None else t_score + loads
         t_score = zero_where_off(scores, t_score)
-        p = tile_math.probabilities(scores.modified, lse)
+        p = scores.modified if plan.weighted else tile_math.probabilities(scores.modified, lse)
+        moved = t_score if plan.weighted else p * t_score
         multiplier = dropout_multiplier(tiled, row, visit)
-        dropped = p if multiplier is None else p * multiplier
-        weighted = weighted + tiled.weights_times_value(dropped * t_score, columns(tiled.value))
+        kept = lambda x: x if multiplier is None else x * multiplier
+        dropped = kept(p)
+        weighted = weighted + tiled.weights_times_value(kept(moved), columns(tiled.value))
         if tiled_tangents.value is not None:
             weighted = weighted + tiled.weights_times_value(dropped, columns(tiled_tangents.value))
-        return weighted, t_lse + (p * t_score).sum(-1, keepdims=True)
+        return weighted, t_lse + moved.sum(-1, keepdims=True)
 
     shape = (s.batch, s.heads, s.block_q)
     start = (jnp.zeros((*shape, plan.value_dim), tiled.compute), jnp.zeros((*shape, 1), tiled.compute))
@@ -141,4 +147,4 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
         t_sink = lax.dynamic_slice(tiled_tangents.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
         sinks = typing.cast(Array, row_sinks(tiled, row))
         t_lse = t_lse + tile_math.probabilities(sinks, lse) * t_sink
-    return weighted - out * t_lse, t_lse
+    return weighted if plan.weighted else weighted - out * t_lse, t_lse

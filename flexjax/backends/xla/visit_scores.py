@@ -40,7 +40,7 @@ class VisitScores:
 
     # scale * q . k, what score_mod gets
     raw: Array
-    # after score_mod, -inf where `on` is False
+    # after score_mod, -inf where `on` is False; weights of a weighted plan, 0 there
     modified: Array
     # which entries count, broadcastable to the tile; None: all
     on: Array | None
@@ -112,7 +112,8 @@ def visit_scores(
         results = [modified, *map(partial, program.results[1:], want[1:])]
     modified = typing.cast(Array, results[0])
     if on is not None:
-        modified = jnp.where(on, modified, jnp.asarray(-jnp.inf, tiled.compute))
+        hidden = 0.0 if tiled.plan.weighted else -jnp.inf
+        modified = jnp.where(on, modified, jnp.asarray(hidden, tiled.compute))
     return VisitScores(raw, modified, on, tuple(results[1:]), tile, values)
 
 

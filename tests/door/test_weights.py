@@ -1,0 +1,180 @@
+"""`weights=`: weights of values in place of a softmax. Its formula is in the table of cases; here is the contract around it."""
+
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import AuxRequest, Weights, masks
+from flexjax.errors import ModError
+from tests.arrays import array
+from tests.cases.small import quick_jit
+
+B, T, S, N, M, D, E = 2, 20, 28, 4, 2, 8, 6
+TOTAL = AuxRequest(total=True)
+
+
+def normal(*shape: int) -> jax.Array:
+    return array(np.random.default_rng(sum(shape)).standard_normal(shape), "float32")
+
+
+@functools.cache
+def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return normal(B, T, N, D), normal(B, S, M, D), normal(B, S, M, E)
+
+
+def exponential(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.exp(s)
+
+
+def silu(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    return jax.nn.silu(s)
+
+
+def attend(**words: typing.Any) -> Callable[..., typing.Any]:
+    return functools.partial(flexjax.flex_attention, **words)
+
+
+def close(got: typing.Any, want: typing.Any, within: float = 2e-5) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=within, atol=within * max(1.0, float(jnp.abs(y).max())))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_exponentials_over_their_total_are_a_softmax(implementation: typing.Any) -> None:
+    bias = normal(N)
+    words = dict(mask_mod=masks.sliding_window(9), implementation=implementation)
+    divided = attend(weights=Weights(exponential, lambda total: total), return_aux=TOTAL, **words)
+    softmax = attend(return_aux=AuxRequest(lse=True), **words)
+
+    def both(call: Callable[..., typing.Any], q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> typing.Any:
+        out, aux = call(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h])
+        return out, aux.lse if aux.total is None else jnp.log(jnp.where(aux.total == 0, 1.0, aux.total))
+
+    def loss(call: Callable[..., typing.Any], *given: jax.Array) -> typing.Any:
+        out, lse = both(call, *given)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), out
+
+    got, want = (
+        quick_jit(jax.grad(functools.partial(loss, call), argnums=(0, 1, 2, 3), has_aux=True))(*arrays(), bias)
+        for call in (divided, softmax)
+    )
+    close(got, want)
+
+
+def test_rows_without_keys_are_zero_and_have_no_gradient() -> None:
+    hidden = lambda b, h, q, k: q > 3
+    call = attend(mask_mod=hidden, weights=Weights(silu, lambda total: total), return_aux=TOTAL)
+    (out, aux), pull = jax.vjp(lambda *given: call(*given), *arrays())
+    assert not np.asarray(out[:, :4]).any()
+    assert not np.asarray(aux.total[:, :4]).any()
+    dq, dk, dv = pull((jnp.ones_like(out), flexjax.AuxOutput(total=jnp.ones_like(aux.total))))
+    assert not np.asarray(dq[:, :4]).any()
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+def test_a_score_of_minus_infinity_hides_as_a_mask_does() -> None:
+    seen = lambda q, k: (q + k) % 3 != 0
+    by_score = attend(score_mod=lambda s, b, h, q, k: jnp.where(seen(q, k), s, -jnp.inf), weights=silu)
+    by_mask = attend(mask_mod=lambda b, h, q, k: seen(q, k), weights=silu)
+    sums = lambda call: quick_jit(jax.value_and_grad(lambda *given: jnp.sum(call(*given) ** 2), argnums=(0, 1, 2)))
+    close(sums(by_score)(*arrays()), sums(by_mask)(*arrays()))
+
+
+def test_transformations() -> None:
+    """vmap over what weights capture, forward mode, and the second derivative, against the reference."""
+    scale = normal(N)
+
+    def call(name: typing.Any, q: jax.Array, scale: jax.Array) -> jax.Array:
+        weights = Weights(lambda s, b, h, i, j: jnp.tanh(s * scale[h]), lambda total: 1 + total**2)
+        return flexjax.flex_attention(q, *arrays()[1:], weights=weights, mask_mod=masks.causal, implementation=name)
+
+    def results(name: typing.Any) -> typing.Any:
+        loss = lambda q, scale: jnp.sum(call(name, q, scale) ** 2)
+        given = arrays()[0], scale
+        tangents = tuple(jnp.flip(x, 1) if x.ndim > 1 else x[::-1] for x in given)
+        mapped = jax.vmap(functools.partial(call, name), (None, 0))(given[0], jnp.stack([scale, -2 * scale]))
+        return mapped, jax.jvp(loss, given, tangents), jax.jvp(jax.grad(loss, (0, 1)), given, tangents)
+
+    close(quick_jit(lambda: results("xla"))(), quick_jit(lambda: results("reference"))(), 1e-4)
+
+
+def test_what_shows_calls_knows_weights() -> None:
+    q, k, v = arrays()
+    text = flexjax.explain(q, k, v, weights=silu, score_mod=lambda s, b, h, i, j: s + 1)
+    assert "weights of score_mod: captures nothing" in text
+    assert "scale=0.353553  weights\n" in text
+    want = flexjax.flex_attention(q, k, v, weights=silu, mask_mod=masks.causal)
+    matrix = flexjax.attention_weights(q, k, weights=silu, mask_mod=masks.causal)
+    close(jnp.einsum("bhqk,bkhe->bqhe", matrix, jnp.repeat(v, N // M, 2)), want)
+
+
+REFUSED: dict[str, tuple[dict, str]] = {
+    "sinks": (
+        dict(weights=silu, sinks=jnp.zeros(N)),
+        "`sinks` is given beside weights; expected None. Only a softmax has a denominator to which a sink adds.",
+    ),
+    "lse": (
+        dict(weights=silu, return_aux=AuxRequest(lse=True)),
+        "`return_aux.lse` is True beside weights; expected False. It belongs to softmax; total sums the weights.",
+    ),
+    "max_scores": (
+        dict(weights=silu, return_aux=AuxRequest(max_scores=True)),
+        "`return_aux.max_scores` is True beside weights; expected False. It belongs to softmax; total sums the weights.",
+    ),
+    "total": (
+        dict(return_aux=TOTAL),
+        "`return_aux.total` is True without weights; expected False. The denominator of a softmax is exp(lse).",
+    ),
+    "no function": (
+        dict(weights=2.0),
+        "`weights` is a float; expected a function weights(score, b, h, q_idx, kv_idx).",
+    ),
+    "signature": (
+        dict(weights=lambda s: s),
+        "`weights` has the signature (s); expected 5 positional arguments, weights(score, b, h, q_idx, kv_idx).",
+    ),
+    "result": (
+        dict(weights=lambda s, b, h, q, k: h),
+        "`weights` returned an int32; expected a floating scalar.\nin <lambda>, test_weights.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    words, sentence = REFUSED[name]
+    with pytest.raises((ValueError, ModError)) as error:
+        flexjax.flex_attention(*arrays(), **words)
+    assert str(error.value).startswith(sentence)
+
+
+def test_float8_is_refused() -> None:
+    given = (x.astype("float8_e4m3fn") for x in (arrays()[0], *[arrays()[1]] * 2))
+    with pytest.raises(ValueError, match="`weights` is given for float8_e4m3fn inputs; expected None"):
+        flexjax.flex_attention(*given, weights=silu)
+
+
+def test_what_is_no_weights() -> None:
+    with pytest.raises(ValueError, match=r"`weights.function` is 3; expected a function. See flexjax.Weights."):
+        Weights(typing.cast(typing.Any, 3))
+    with pytest.raises(ValueError, match=r"`weights.divisor` is 3; expected a function or None. See flexjax.Weights."):
+        Weights(silu, typing.cast(typing.Any, 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (dict(implementation="mosaic_gpu"), "mosaic_gpu: The GPU kernels compute softmax, not weights."),
+        (dict(implementation="mosaic_tpu"), "mosaic_tpu: mosaic_tpu computes softmax, not weights."),
+        (dict(context=flexjax.ContextParallel("x")), "A call with context= takes no weights"),
+    ],
+)
+def test_what_computes_softmax_refuses(words: dict, sentence: str) -> None:
+    with pytest.raises(NotImplementedError, match=sentence):
+        flexjax.flex_attention(*arrays(), weights=silu, **words)
