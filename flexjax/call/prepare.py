@@ -166,6 +166,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         residues=None if origin or lengths or in_pages else _residues(block_mask, score),
         float8=inputs.dtype == FLOAT8,
         weighted=weights is not None,
+        total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
     )
     operands = Operands(
         query=inputs.query,

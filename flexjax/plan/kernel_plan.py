@@ -113,6 +113,8 @@ class KernelPlan:
     float8: bool = False
     # no softmax: the result of `score` is the weight of a value, 0 at hidden entries, and lse is the sum of a row
     weighted: bool = False
+    # whether the sum is a result; else lse is not read
+    total: bool = False
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
 

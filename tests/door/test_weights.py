@@ -88,15 +88,15 @@ def test_a_score_of_minus_infinity_hides_as_a_mask_does() -> None:
 
 def test_transformations() -> None:
     """vmap over what weights capture, forward mode, and the second derivative, against the reference."""
-    scale = normal(N)
+    (query, *keys), scale = arrays(), normal(N)
 
     def call(name: typing.Any, q: jax.Array, scale: jax.Array) -> jax.Array:
         weights = Weights(lambda s, b, h, i, j: jnp.tanh(s * scale[h]), lambda total: 1 + total**2)
-        return flexjax.flex_attention(q, *arrays()[1:], weights=weights, mask_mod=masks.causal, implementation=name)
+        return flexjax.flex_attention(q, *keys, weights=weights, mask_mod=masks.causal, implementation=name)
 
     def results(name: typing.Any) -> typing.Any:
         loss = lambda q, scale: jnp.sum(call(name, q, scale) ** 2)
-        given = arrays()[0], scale
+        given = query, scale
         tangents = tuple(jnp.flip(x, 1) if x.ndim > 1 else x[::-1] for x in given)
         mapped = jax.vmap(functools.partial(call, name), (None, 0))(given[0], jnp.stack([scale, -2 * scale]))
         return mapped, jax.jvp(loss, given, tangents), jax.jvp(jax.grad(loss, (0, 1)), given, tangents)
@@ -170,8 +170,6 @@ def test_what_is_no_weights() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (dict(implementation="mosaic_gpu"), "mosaic_gpu: The GPU kernels compute softmax, not weights."),
-        (dict(implementation="mosaic_tpu"), "mosaic_tpu: mosaic_tpu computes softmax, not weights."),
         (dict(context=flexjax.ContextParallel("x")), "A call with context= takes no weights"),
     ],
 )

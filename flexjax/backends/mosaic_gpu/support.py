@@ -48,8 +48,6 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); None: that of this process
     """
-    if plan.weighted:
-        return "The GPU kernels compute softmax, not weights."
     family, device = family_of(target, plan.options), refuses_device(target, plan.options)
     version = version or jax.__version_info__[:3]
     if plan.page and not choose_kernel.many_in_pages(plan):

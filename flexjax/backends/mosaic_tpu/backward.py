@@ -32,7 +32,10 @@ def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradie
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.backward_tiles(plan, chip, derivative)
     folded = layouts.fold(plan, operands)
-    delta = jnp.sum(d_out.astype(jnp.float32) * results.float32_out, axis=-1)
+    if plan.weighted:
+        delta = jnp.zeros(results.lse.shape, jnp.float32)
+    else:
+        delta = jnp.sum(d_out.astype(jnp.float32) * results.float32_out, axis=-1)
     shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
     shift = where_exists(shift, (operands.lengths or NONE).query, plan)
     arrays = _kernel_arrays(plan, folded, results, d_out, shift)

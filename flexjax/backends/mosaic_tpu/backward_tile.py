@@ -5,6 +5,8 @@
     ds      = ds' * ds'/ds                            cotangent of the scaled score
     dload_n = ds' * ds'/dload_n                       cotangent of each read of a captured array, for each entry
 
+Of a weighted plan s' is the weight, p = s' and ds' = r * (dO . V) + d_lse, with d_lse the cotangent of the total.
+
 Where both passes round weights alike (tile_math.py), dload_n is computed with w * (dO . V) - p * (delta - d_lse) in
 place of ds'. w is p * r with the rounding of the forward kernel. The sum of that along a row is free of what the
 rounding does to delta.
@@ -98,11 +100,15 @@ def strip_gradients(
     def zero_where_off(values: jax.Array) -> jax.Array:
         return values if on_after_products is None else jnp.where(on_after_products, values, 0.0)
 
-    exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
-    p = jnp.exp2(exponent if on_before_exp is None else jnp.where(on_before_exp, exponent, -jnp.inf))
+    weighted = scores.plan.weighted
+    if weighted:
+        p, slope, *load_slopes = scores.scores(step, products.qk * np.float32(scores.plan.scale))
+    else:
+        exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
+        p = jnp.exp2(exponent if on_before_exp is None else jnp.where(on_before_exp, exponent, -jnp.inf))
     multiplier = scores.dropout(step)
     dp = products.dp if multiplier is None else products.dp * multiplier
-    d_score = p * (dp - products.shift)
+    d_score = dp - products.shift if weighted else p * (dp - products.shift)
     ds = zero_where_off(d_score if slope is None else d_score * slope)
     weights = p if multiplier is None else p * multiplier
     if wanted and scores.plan.rounds_weights_alike:

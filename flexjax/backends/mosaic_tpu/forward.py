@@ -4,7 +4,8 @@
 
 Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum as
 [queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends.
-Exponentials are to base 2; without a score program, the scale is folded into their argument.
+Exponentials are to base 2; without a score program, the scale is folded into their argument. Of a weighted plan the
+scores are the weights: there is no maximum, no exponential and no division, and lse is the row sum.
 
 The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); the pipeline of Pallas copies all
 others.
@@ -168,9 +169,9 @@ class ForwardKernel:
         return x + bias.row_term if self.whole_powers and bias.row_term is not None else x
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the keys of a strip to the sums in scratch."""
+        """One step of the online softmax, or of plain sums: adds the keys of a strip to the sums in scratch."""
         refs: Refs = step.refs
-        plan, large, strip = self.plan, self.scores.large, step.strip
+        plan, strip = self.plan, step.strip
         maximum, total, accumulated, slots = refs.scratch
         if self.copies is None or slots is None:
             keys, values = refs.inputs.key[strip.columns, :], refs.inputs.value[strip.columns, :]
@@ -181,7 +182,32 @@ class ForwardKernel:
         x = self.strip_scores(step, qk if key_scale is None else qk * key_scale[:, strip.columns])
         on = self.scores.on(step) if step.checked else None
         if on is not None:
-            x = jnp.where(on, x, -jnp.inf)
+            x = jnp.where(on, x, 0.0 if plan.weighted else -jnp.inf)
+        rescale = None
+        if plan.weighted:
+            p = x
+            if plan.total:
+                total[...] += lane_sums(p)
+        else:
+            p, rescale = self.online_step(x, on, maximum, total)
+        # Dropout and the scales of quantised values multiply what is added to the output, not to the row sum.
+        multiplier = self.scores.dropout(step)
+        if multiplier is not None:
+            p = p * multiplier if on is None else jnp.where(on, p * multiplier, 0.0)
+        if value_scale is not None:
+            p = p * value_scale[:, strip.columns]
+        if step.checked and self.scores.keys_end and (self.copies is None or plan.cache_dtype is not None):
+            start = step.visit.kv_tile * np.int32(self.tiles.kv) + np.int32(strip.col0)
+            values = zero_rows_past_end(values, start, self.scores.end_of_keys(step))
+        earlier = accumulated[...]
+        earlier = earlier if rescale is None else earlier * repeat_lanes(rescale, accumulated.shape[1])
+        accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
+
+    def online_step(
+        self, x: jax.Array, on: jax.Array | None, maximum: jax.Ref, total: jax.Ref
+    ) -> tuple[jax.Array, jax.Array]:
+        """(exponentials of the scores `x` of a strip, the factor of earlier sums), after it follows the row maximum."""
+        plan, large, cols = self.plan, self.scores.large, x.shape[1]
         m_before = maximum[...]
         largest = jnp.max(x, axis=1, keepdims=True)
         if self.whole_powers:
@@ -191,26 +217,16 @@ class ForwardKernel:
         if on is not None or plan.score is not None:
             subtracted = jnp.where(m == -jnp.inf, 0.0, subtracted)
         if large:
-            distance = tile_math.large_distance(plan.score, x, repeat_lanes(subtracted, strip.cols))
+            distance = tile_math.large_distance(plan.score, x, repeat_lanes(subtracted, cols))
             p = jnp.exp2(distance * self.to_base_2)
             rescale = jnp.exp2((m_before - subtracted) * self.to_base_2)
         else:
             base_2 = x if self.in_base_2 else x * self.to_base_2
-            p = jnp.exp2(base_2 - repeat_lanes(subtracted, strip.cols))
+            p = jnp.exp2(base_2 - repeat_lanes(subtracted, cols))
             rescale = jnp.exp2(m_before * self.to_base_2 - subtracted)
-        # Dropout and the scales of quantised values multiply what is added to the output, not to the row sum.
         total[...] = total[...] * rescale + lane_sums(p)
         maximum[...] = m
-        multiplier = self.scores.dropout(step)
-        if multiplier is not None:
-            p = p * multiplier if on is None else jnp.where(on, p * multiplier, 0.0)
-        if value_scale is not None:
-            p = p * value_scale[:, strip.columns]
-        if step.checked and self.scores.keys_end and (self.copies is None or plan.cache_dtype is not None):
-            start = step.visit.kv_tile * np.int32(self.tiles.kv) + np.int32(strip.col0)
-            values = zero_rows_past_end(values, start, self.scores.end_of_keys(step))
-        earlier = accumulated[...] * repeat_lanes(rescale, accumulated.shape[1])
-        accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
+        return p, rescale
 
     def finish_row(self, step: KernelStep) -> None:
         """Writes out, lse, max_scores and rounding of a row of tiles from its sums, at the row's last visit.
@@ -248,6 +264,7 @@ class ForwardKernel:
         if exists is not None:
             not_empty = not_empty & exists
         inverse = jnp.where(not_empty, shrink / jnp.where(not_empty, total, 1.0), 0.0)
+        inverse = jnp.ones_like(m) if self.plan.weighted else inverse
         sums = accumulated[...]
         if exists is not None:
             sums = jnp.where(exists[:, :1], sums, 0.0)
@@ -258,6 +275,7 @@ class ForwardKernel:
             rounded = round_to(out, self.plan.dtype, self.plan.options.interpret)
             out_ref[...], rounding_ref[...] = rounded.astype(out_ref.dtype), (out - rounded).astype(out_ref.dtype)
         lse = jnp.where(not_empty, m + jnp.log(jnp.where(not_empty, total, 1.0)), -jnp.inf)
+        lse = total if self.plan.weighted else lse
         lse_ref[...] = lse[:, :1].reshape(1, self.tiles.q)
 
 

@@ -142,8 +142,6 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     """The sentence of the refusal, None if the kernels can run the plan on the chip."""
-    if plan.weighted:
-        return "mosaic_tpu computes softmax, not weights."
     # Pages run with heads joined, and have no backward pass.
     if plan.page:
         reason, joined = _page_refusal(plan), join_heads.joined_plan(plan)

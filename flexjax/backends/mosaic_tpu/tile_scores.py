@@ -45,7 +45,8 @@ class TileScores:
         # int32 [B] each; the last scalar-prefetch arrays
         self.lengths = tuple(x for x in self.operands.lengths or () if x is not None)
         # the score as c * s + bias; a kernel then calls `bias` in place of `scores`
-        self.separated = None if self.score is None or self.large else separate_bias(self.score)
+        whole = self.score is None or self.large or self.plan.weighted
+        self.separated = None if whole else separate_bias(typing.cast(Program, self.score))
         if self.separated is not None and not self._needs_only_bias():
             self.separated = None
         score = self.score if self.separated is None else self.separated.program
@@ -84,8 +85,10 @@ class TileScores:
     def finite_where_off(self) -> bool:
         """Whether everything that a backward kernel multiplies at entries that are off is finite there.
 
-        Then the products are 0 because p is, and no select after them is needed.
+        Then the products are 0 because p is, and no select after them is needed. Those of a weighted plan have no p.
         """
+        if self.plan.weighted:
+            return False
         finite = self.score is None or split_program.stays_finite(self.score)
         return not self.order.overhang and finite and self.plan.dropout is None
 

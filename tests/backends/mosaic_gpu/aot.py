@@ -40,9 +40,11 @@ MAY_SPILL = {
     "narrower_values": {"flexjax_backward_fused": 8},
     "mesh_window": {"flexjax_backward_fused": 24},
     "interpolated": {"flexjax_capture_gradient": 20},
+    "decayed_weights": {"flexjax_capture_gradient": 16},
 }
 """Case -> kernel -> bytes that a thread may spill: numbers that do not change in the loop of the fused kernel, as in
-test_backward_compiles.py. Those of mesh_window are written before the loop and read after it; those of interpolated are places of knots."""
+test_backward_compiles.py. Those of mesh_window are written before the loop and read after it; those of interpolated are places of knots.
+Those of decayed_weights are of the hash of dropout beside the derivative of an exponential."""
 
 
 def sampled() -> list[str]:

@@ -22,7 +22,7 @@ class Simulated:
     options = flexjax.KernelOptions(interpret=True)
 
     def refuses(self, case: Case, dtype: str) -> bool:
-        return dtype == "float32" or 0 in case.shape or case.weights is not None
+        return dtype == "float32" or 0 in case.shape
 
     @pytest.fixture(autouse=True)
     def _interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ class Simulated:
 class TestTable(Simulated, TableConformance):
     only_dtypes = ("bfloat16", "float16")
     deterministic = False  # a second simulation takes as long as the first; tools/device/check_device.py compares bits
-    everyday = frozenset({"seven", "one_key", "no_keys", "shifted_column_bias", "sinks_masked_rows"})
+    everyday = frozenset({"seven", "one_key", "no_keys", "shifted_column_bias", "sinks_masked_rows", "sigmoid_weights"})
     everyday_forward = frozenset({"no_keys"})
 
 

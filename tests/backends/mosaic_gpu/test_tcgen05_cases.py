@@ -23,11 +23,7 @@ REFUSED = {
     "no_keys": EMPTY,
     "no_queries": EMPTY,
     "no_keys_masked": EMPTY,
-    **{
-        name: "The GPU kernels compute softmax, not weights."
-        for name, case in CASES.items()
-        if case.weights is not None
-    },
+    "weights_without_keys": EMPTY,
     "dim_320": "The GPU kernels on tcgen05 take head dims up to 256, not 320 and 264.",
 }
 ON_MMA = {"forward": {"one_query", "lse_only_short"}, "backward": {"dim_192", "dim_256"}}

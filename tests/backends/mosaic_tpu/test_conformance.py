@@ -19,7 +19,7 @@ EVERYDAY = frozenset({
     "large_logits", "rows_minus_inf", "packed", "nothing",
     "by_batch_and_head", "batch_head_scale", "row_bias", "head_pair_bias", "pair_bias_and_transpose", "relative_bias",
     "bucket_bias", "indirect_row", "bf16_bias", "coordinates", "poison_bias", "sinks",
-    "dropout", "extra", "extra_groups", "lengths",
+    "dropout", "extra", "extra_groups", "lengths", "sigmoid_weights",
 })
 # fmt: on
 
@@ -48,7 +48,7 @@ class TestMosaicTpu(Conformance):
     })  # fmt: skip
 
     def refuses(self, case: Case, dtype: str) -> bool:
-        return dtype not in ("float32", "bfloat16") or 0 in case.shape or case.weights is not None
+        return dtype not in ("float32", "bfloat16") or 0 in case.shape
 
     @pytest.fixture(autouse=True)
     def _interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,10 @@ For a tile of scores s = scale * q . k, with lse the logarithm of the softmax de
     ds  = dsp * mod'(s)
     dV += (p * r)^T dO     dK += scale * ds^T Q     dQ += scale * ds K
 
+Of a weighted plan mod(s) is the weight w of the value, and d_total the cotangent of the sum of weights:
+
+    p = w                  delta = -d_total               dsp = dP - delta
+
 Kernels compute in base 2: p = exp2(s * scale * log2(e) - lse2). Where scores may be large (tile_math.py), lse takes the
 place of lse2. A row past the end, or with neither a visible key nor a sink, has lse2 = +inf, which makes p exactly 0. A
 mod may return NaN where the mask is off; factors are selected on p > 0 *after* the multiplication, which keeps that NaN

@@ -8,7 +8,8 @@ are
 
 "mod" is score_mod, a "load" one of its reads of a captured array. Where both passes round the weights alike
 (`KernelPlan.rounds_weights_alike`), the exponentials are relative to a `WeightReference`, which makes them the weights
-of the forward kernel up to a whole power of two, and g takes the rounded weights.
+of the forward kernel up to a whole power of two, and g takes the rounded weights. Of a weighted plan mod is the weight
+itself, p = mod, and the cotangents have no factor p.
 """
 
 import typing
@@ -56,6 +57,7 @@ class Probabilities(typing.NamedTuple):
     # p times the dropout multiplier, rounded as the forward pass rounded it, where `TileMath.rounds_weights`
     rounded: jax.Array | None = None
     scale: jax.Array | None = None  # [rows], about 1 to 2, a factor of p and `rounded`; None: 1
+    weighted: bool = False  # no slope is None then, and those of hidden entries are 0
 
     def weights(self) -> jax.Array:
         """What multiplies V in the forward pass, not rounded: p times dropout; only where there is no `scale`."""
@@ -98,6 +100,9 @@ class Probabilities(typing.NamedTuple):
 
     def _times(self, tile: jax.Array, slope: jax.Array | None, finite: bool = False) -> jax.Array:
         """tile * slope, and 0 wherever p is 0, because a derivative that is not `finite` may be NaN there."""
+        if self.weighted:
+            assert slope is not None
+            return slope
         if slope is None:
             return tile
         return tile * slope if finite else jnp.where(self.p > 0.0, tile * slope, 0.0)

@@ -33,8 +33,15 @@ def row_statistics(
 ) -> jax.Array:
     """lse2 and delta of every query, in this order: [B, N, 2, T'] float32, heads first in every layout.
 
-    T' is `common.whole_len` of the queries. Where scores may be too large to scale, lse takes the place of lse2.
+    T' is `common.whole_len` of the queries. Where scores may be too large to scale, lse takes the place of lse2. Of a
+    weighted plan delta is minus the cotangent of the total, and lse2 is 0.
     """
+    if plan.weighted:
+        total = jnp.zeros(results.lse.shape) if d_lse is None else d_lse
+        total = jnp.swapaxes(total, 1, 2) if plan.layout == "BTNH" else total
+        widths = ((0, 0), (0, 0), (0, common.whole_len(plan, "q") - plan.q_len))
+        delta = -jnp.pad(total.astype(jnp.float32), widths)
+        return jnp.stack([jnp.zeros_like(delta), delta], axis=2)
     pad = lambda x: common.pad(x, plan, "q", unit=1)
     rounding = None if results.rounding is None else pad(results.rounding)
     delta = row_dots(plan, pad(results.out), pad(d_out), rounding, copying)

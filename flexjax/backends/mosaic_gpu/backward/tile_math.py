@@ -22,6 +22,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -30,7 +31,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward.common import WGMMA, Captures, Products
 from flexjax.backends.mosaic_gpu.backward.probabilities import Probabilities, WeightReference, weight_reference
-from flexjax.backends.mosaic_gpu.machine import row_scales
+from flexjax.backends.mosaic_gpu.machine import registers, row_scales
 from flexjax.backends.mosaic_gpu.machine.branch import cond
 from flexjax.backends.mosaic_gpu.machine.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
@@ -212,6 +213,8 @@ class ColumnMath:
             lse2, scale = reference
         p, rest = self._exponentials(s, lse2)
         computed = dict(zip(math.evaluated, rest, strict=True))
+        if math.plan.weighted:
+            return self._weights(p, computed)
         p = self._zero_past_the_ends(self._masked_out(p))
         slopes = tuple(None if n is None else computed[n] for n in math.load_results)
         dropout = None if self.dropout is None else self.dropout_multiplier()
@@ -220,11 +223,30 @@ class ColumnMath:
             rounded = bfloat16_tile(p if dropout is None else p * dropout)
         return Probabilities(p, computed.get(1), dropout, slopes, math.loads_finite, rounded, scale)
 
+    def _weights(self, weights: jax.Array, computed: dict[int, jax.Array]) -> Probabilities:
+        """The weights of a weighted plan and their derivatives `computed`, each 0 where the entry is hidden."""
+        math = self.rows.math
+        kept = lambda x: self._zero_past_the_ends(self._masked_out(x))
+        slope = lambda n: kept(registers.splat(np.float32(1), "tile", math.shape) if n is None else computed[n])
+        return Probabilities(
+            p=kept(weights),
+            slope=None if math.loads_only else slope(None if math.slope_is_one else 1),
+            dropout=None if self.dropout is None else self.dropout_multiplier(),
+            load_slopes=tuple(map(slope, math.load_results)),
+            load_finite=math.loads_finite,
+            weighted=True,
+        )
+
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
-        """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated`), each in the shape of the tile."""
+        """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated`), each in the shape of the tile; of a
+        weighted plan mod(s) in place of the exponential.
+        """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.broadcast(lse2, "q")), ()
+        if plan.weighted:
+            weights, *rest = self.score.tile(s, plan.scale)
+            return weights, rest
         if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
             if math.rounds_weights:  # by the operations of the forward kernel

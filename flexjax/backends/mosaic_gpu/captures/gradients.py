@@ -307,8 +307,9 @@ def _largest_total(
     """An upper bound of the sum of all |g| of one load, a float32 scalar; None where the slope times the largest
     dropout multiplier is not known to be at most LARGEST_SLOPE.
 
-    g = p (dP - delta) * d mod / d load. The p of one query sum to 1 (where scores may be too large to scale, each may
-    be 1), and |dP| is at most |dO| times the longest value of the head, times the largest dropout multiplier.
+    g = p (dP - delta) * d mod / d load. The p of one query sum to 1, and |dP| is at most |dO| times the longest value
+    of the head, times the largest dropout multiplier. Where scores may be too large to scale each p may be 1, as in a
+    weighted plan, whose g have no p.
     """
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))
@@ -331,4 +332,4 @@ def _largest_total(
     d_out = length(join(tokens.d_out, parts)).sum(time)
     value = jnp.repeat(length(join(tokens.value, parts)).max(time), plan.group, axis=-1)
     total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(tokens.stats[:, :, 1]))
-    return total * (slope * (plan.kv_len if may_be_large(plan.score) else 1))
+    return total * (slope * (plan.kv_len if plan.weighted or may_be_large(plan.score) else 1))

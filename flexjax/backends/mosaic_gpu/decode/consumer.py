@@ -1,7 +1,6 @@
 """What the consumers of all decode kernels share: programs at packed rows, and what is hidden in a key tile."""
 
 import dataclasses
-import math
 import typing
 
 import jax.numpy as jnp
@@ -62,19 +61,19 @@ class ItemConsumer:
         return key, value
 
     def masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
-        """The scores after score_mod with -inf where mask_mod hides them, and at keys from `end` on.
+        """The scores after score_mod, hidden where mask_mod hides them, and at keys from `end` on.
 
         `start` is the first key in the slot of key tile `number`.
         """
         items, keys = self.setup.items, self.setup.tile.block_kv
         s = scores.tile
         if mask is not None:
-            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
+            s = jnp.where(mask.tile()[0], s, f32(self.setup.softmax.hidden))
         if items.has_limits:
             column = registers.column_iota(keys)
             inside = column < end - start
             # a last tile that begins earlier (`DecodeItems.start`) has keys of the tile before it
             if items.stored_keys % keys and items.stored_keys > keys:
                 inside = inside & (column >= number * keys - start)
-            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(self.setup.softmax.hidden))
         return scores._replace(tile=s)

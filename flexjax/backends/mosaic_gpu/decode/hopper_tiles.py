@@ -239,6 +239,8 @@ def refuses_call(plan: KernelPlan) -> str | None:
         return f"It takes head dims up to {WIDEST_CTA}, not {plan.head_dim} and {plan.value_dim}."
     if plan.dropout is not None:
         return "It has no dropout."
+    if plan.weighted and plan.cache_dtype is not None:
+        return "It takes no weights beside a quantised cache."
     if plan.exact_captures:
         return "It does not return the rounding error of out, which gradients of captured arrays need."
     if plan.extra_dim:

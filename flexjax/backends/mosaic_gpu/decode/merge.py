@@ -84,14 +84,15 @@ def merged(
     if sink is not None:
         total = total + softmax.power(sink - base)
     dead = total == 0
-    lse = jnp.where(dead, -jnp.inf, softmax.lse(base, total))
-    divisor = jnp.where(dead, 0.0, 1.0 / total)
-    found = sum_in_order(out * weights[..., None]) * divisor[..., None]
+    lse, divisor = softmax.statistic(base, total, dead), softmax.out_factor(total, dead)
+    found = sum_in_order(out * weights[..., None])
+    found = found if divisor is None else found * divisor[..., None]
     largest = softmax.to_score(top)
     if query_lengths is not None:
         query = jnp.arange(plan.q_len * group, dtype=jnp.int32) // group
         exists = query < query_lengths[:, None, None]
         found = jnp.where(exists[..., None], found, 0.0)
-        lse, largest = jnp.where(exists, lse, -jnp.inf), jnp.where(exists, largest, -jnp.inf)
+        lse = jnp.where(exists, lse, plan.lse_without_keys)
+        largest = jnp.where(exists, largest, -jnp.inf)
     place = lambda x: unpack_rows(x, plan, "BNTH")
     return Results(place(found.astype(plan.out_dtype)), place(lse), place(largest) if plan.max_scores else None)

@@ -9,6 +9,7 @@ comparable.
     LargeScores       scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py):
                       references are scores, and the difference of score and reference is scaled
     RowScaled         LargeScores by one FMA an element, with a scale for each row (machine/row_scales.py)
+    PlainSums         no softmax: the scores are the weights of a weighted plan, 0 at hidden entries
 
 The *unit of references* is a score times log2(e), or a score for LargeScores and RowScaled. A part of the scores that
 is the same over the whole row (`Scaled.row_term`) does not change the probabilities: `finish` adds it to the reference.
@@ -77,6 +78,8 @@ class Softmax:
     # references may change from tile to tile
     rescales: typing.ClassVar[bool] = True
     first_reference: typing.ClassVar[float] = LOWEST_REFERENCE
+    # the score of a hidden entry
+    hidden: typing.ClassVar[float] = -math.inf
 
     @property
     def start(self) -> State:
@@ -133,6 +136,20 @@ class Softmax:
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
         """The natural logarithm of the softmax denominator, [rows]; -inf for a row whose total is 0."""
         return (reference + jnp.log2(total)) * f32(LN2)
+
+    # ----------------------------------------------------------------- what becomes of the sums
+
+    def hide(self, tile: jax.Array, visible: jax.Array) -> jax.Array:
+        """A tile of scores with those that are not visible hidden."""
+        return thread_tiles.hide(tile, visible)
+
+    def out_factor(self, total: jax.Array, dead: jax.Array) -> jax.Array | None:
+        """[rows], what the sum of P V is multiplied by, None for 1; `dead` are the rows whose total is 0."""
+        return jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
+
+    def statistic(self, reference: jax.Array, total: jax.Array, dead: jax.Array) -> jax.Array:
+        """[rows], what the call returns as lse."""
+        return jnp.where(dead, f32(-math.inf), self.lse(reference, total))
 
     # ----------------------------------------------------------------- what kinds share
 
@@ -341,6 +358,37 @@ class RowScaled(LargeScores):
         return row_scales.rescaling(before, now, self.whole_powers)
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainSums(Softmax):
+    """No softmax: a score is the weight of its value, and lse is the sum of a row. There are no references."""
+
+    # whether the sum is a result
+    sums: bool = True
+    takes_whole_scores: typing.ClassVar[bool] = True
+    rescales: typing.ClassVar[bool] = False
+    first_reference: typing.ClassVar[float] = 0.0
+    hidden: typing.ClassVar[float] = 0.0
+
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        after = State(state.base, self._total(state, scores.tile, None)) if self.sums else state
+        return scores.tile, self.no_rescale, after
+
+    def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
+        return out
+
+    def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return state.base, thread_tiles.sum_lanes(state.total)
+
+    def hide(self, tile: jax.Array, visible: jax.Array) -> jax.Array:
+        return jnp.where(visible, tile, f32(self.hidden))
+
+    def out_factor(self, total: jax.Array, dead: jax.Array) -> None:
+        return None
+
+    def statistic(self, reference: jax.Array, total: jax.Array, dead: jax.Array) -> jax.Array:
+        return total
+
+
 def softmax_of(
     plan: KernelPlan,
     shape: tuple[int, int],
@@ -357,6 +405,8 @@ def softmax_of(
     row_scaled   large scores have a scale for each row
     """
     common: typing.Any = dict(shape=shape, polynomials=polynomials, whole_powers=whole_powers)
+    if plan.weighted:
+        return PlainSums(shape, sums=plan.total)
     if may_be_large(plan.score):
         kind = RowScaled if row_scaled else LargeScores
         return kind(**common, lazy_rescale=lazy_rescale, program=score)

@@ -21,7 +21,7 @@ from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, State
 from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.forward.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
-from flexjax.backends.mosaic_gpu.machine import registers, thread_tiles
+from flexjax.backends.mosaic_gpu.machine import registers
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place, TileOrigin
@@ -121,7 +121,7 @@ class QueryRows(typing.Generic[AnyTile]):
         return p, rescale, state
 
     def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
-        """The scores of Q K^T `s`, -inf where masked or past the last key."""
+        """The scores of Q K^T `s`, hidden where masked or past the last key."""
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = scores_of(step_tile.programs.score, s, plan.scale, setup.softmax.takes_whole_scores)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
@@ -131,11 +131,11 @@ class QueryRows(typing.Generic[AnyTile]):
             (on,) = step_tile.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
                 on = on | registers.splat(n < self.item.full, "tile", s.shape)
-            s = thread_tiles.hide(s, on)
+            s = setup.softmax.hide(s, on)
         if setup.keys_may_overhang:
             assert step_tile.start is not None
             inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
-            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(setup.softmax.hidden))
         return scores._replace(tile=s)
 
     @property
@@ -191,7 +191,8 @@ class QueryRows(typing.Generic[AnyTile]):
         """Adds the sink to the rowsum, writes lse and, if wanted, row maxima, and returns the factor of out, [rows].
 
         Rows past the last query are written too. lse includes the sink, row maxima do not. A row without visible keys
-        gets out 0; its lse is the sink, or -inf without sinks, and its maximum -inf.
+        gets out 0; its lse is the sink, or -inf without sinks, and its maximum -inf. Of a weighted plan lse is the
+        total.
         """
         tile, outputs, softmax = self.setup.tile, self.outputs, self.setup.softmax
         b, h, _ = position
@@ -206,10 +207,11 @@ class QueryRows(typing.Generic[AnyTile]):
             total = total * shrink + softmax.power(sink - joint)
             base = joint
         dead = total == f32(0)
-        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
+        divisor = softmax.out_factor(total, dead)
+        divisor = softmax.no_rescale.factor if divisor is None else divisor
         for factor in (shrink, softmax.unit(state), self._uniform_factor()):  # `out` is not relative to `base`
             divisor = divisor if factor is None else divisor * factor
-        lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
+        lse = softmax.statistic(base, total, dead)
         rows = (b, h, pl.ds(q_start, tile.rows))
 
         @when(self.writes_statistics)
