@@ -25,7 +25,7 @@ from flexjax.plan.kernel_plan import Results
 from flexjax.plan.lengths import NONE
 from flexjax.trace.callbacks import run_callbacks
 from flexjax.trace.lift_numpy import lift_numpy
-from flexjax.types import ArrayArgument, AuxOutput, AuxRequest, Implementations, Operand, Weights
+from flexjax.types import ArrayArgument, AuxOutput, AuxRequest, Implementations, Operand, ScoreMod, Weights
 
 Array = jax.Array
 
@@ -137,7 +137,7 @@ def flex_attention(
         names = dispatch.candidates(implementation)
         if context is not None:
             given = context_call.Given(arguments, names, text())
-            return with_aux(_checked(context_call.attention(context, given)), return_aux, None)
+            return with_aux(_checked(context_call.attention(context, given)), arguments)
         with run_callbacks(names == (dispatch.REFERENCE,)):
             call = prepare(arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
@@ -148,7 +148,7 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
-    return with_aux(results, return_aux, call.weights)
+    return with_aux(results, arguments)
 
 
 def _checked(results: Results) -> Results:
@@ -156,12 +156,22 @@ def _checked(results: Results) -> Results:
     return results
 
 
-def with_aux(
-    results: Results, return_aux: AuxRequest | None, weights: Weights | None
-) -> Array | tuple[Array, AuxOutput]:
-    """What flex_attention and paged_attention return: out, or with return_aux (out, AuxOutput)."""
+class Returning(typing.Protocol):
+    """The arguments that say what a call returns."""
+
+    @property
+    def weights(self) -> ScoreMod | Weights | None: ...
+    @property
+    def return_aux(self) -> AuxRequest | None: ...
+
+
+def with_aux(results: Results, arguments: Returning) -> Array | tuple[Array, AuxOutput]:
+    """What flex_attention and paged_attention return: out divided by the divisor of its weights, or with return_aux
+    (out, AuxOutput).
+    """
+    weights, return_aux = arguments.weights, arguments.return_aux
     out, statistic = results.out, results.lse
-    if weights is not None and weights.divisor is not None:
+    if isinstance(weights, Weights) and weights.divisor is not None:
         divisor = weights.divisor(statistic)
         safe = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)[..., None]
         out = jnp.where(divisor[..., None] == 0, 0, out.astype(statistic.dtype) / safe).astype(out.dtype)

@@ -87,7 +87,7 @@ def attention(context: object, given: Given) -> Results:
     else:
         outs = run(call, [*jax.tree.leaves(operands), *jax.tree.leaves(tables)])
     results = Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
-    return results if existing is None else existing.results(results)
+    return results if existing is None else existing.results(results, call.plan.lse_without_keys)
 
 
 def build(context: object, given: Given) -> Built:
@@ -97,10 +97,6 @@ def build(context: object, given: Given) -> Built:
     call names "reference" first, and for lengths beside a block mask of user lists.
     """
     arguments = given.arguments
-    if arguments.weights is not None:
-        raise NotImplementedError(
-            "A call with context= takes no weights: its parts are merged by the lse of a softmax. Leave out context="
-        )
     mask_mod, block_mask = arguments.mask_mod, arguments.block_mask
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
@@ -126,7 +122,8 @@ def build(context: object, given: Given) -> Built:
     tokens = (None, None) if existing is not None else (placed.layout.q_len, placed.layout.kv_len)
     exact = (placed.origin.batch is None, placed.origin.head is None, True, True)
     reach = Reach((call.plan.batch, call.plan.q_heads, tokens[0], tokens[1]), exact)
-    for name, mod in (("score_mod", arguments.score_mod), ("mask_mod", mask_mod)):
+    weights = None if call.weights is None else call.weights.function
+    for name, mod in (("score_mod", arguments.score_mod), ("weights", weights), ("mask_mod", mask_mod)):
         check_sizes(name, mod, reach)
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:

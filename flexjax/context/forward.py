@@ -4,8 +4,8 @@ With s a stage, lse_s and out_s its row statistics and outputs over its own keys
 
     lse = log sum_s exp(lse_s)  (and the sink, once)        out = sum_s exp(lse_s - lse) out_s
 
-A stage without keys for a row has lse_s = -inf and weight 0, also where all stages are -inf. Stages are merged in the
-order in which keys come, which is the same in every run.
+A stage without keys for a row has lse_s = -inf and weight 0, also where all stages are -inf. Of a weighted plan outputs
+and totals add. Stages are merged in the order in which keys come, which is the same in every run.
 """
 
 import dataclasses
@@ -72,12 +72,12 @@ class Forward(OnDevice):
             """Body of lax.scan. state: the keys that are on this device in step `number`, the results so far."""
             visiting, part = state
             coming = exchange.from_previous(visiting)
-            return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
+            return (coming, self.merged(part, self.over(exchange.visiting(visiting, number, which)))), None
 
         last = self.call.devices - 1
         state = self.varying((list(arrays), part))
         (visiting, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
-        return merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
+        return self.merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
 
     def _with_neighbours(self) -> Part:
         """The rows over own keys, while others travel, merged with the rows over received keys."""
@@ -85,7 +85,7 @@ class Forward(OnDevice):
             return self.over(self.own, sinks=True, partial=False)
         received = self.exchange.receive(self.own)
         if self.tables.visitors is None:
-            return self._finished(merged(self.over(self.own, sinks=True), self.over(received)))
+            return self._finished(self.merged(self.over(self.own, sinks=True), self.over(received)))
         # few rows visit received keys: a stage of their own over all their keys, and nothing is merged
         part = self.over(self.own, sinks=True, partial=False)
         device = self.visitors
@@ -112,8 +112,12 @@ class Forward(OnDevice):
         plan = self.call.plan
         dtype = jnp.dtype(plan.score_dtype)
         rows = self.operands.query.shape[:3]
-        none = jnp.full(rows, -jnp.inf, dtype)
-        return Part(jnp.zeros((*rows, plan.value_dim), dtype), none, none if plan.max_scores else None)
+        lse = jnp.full(rows, plan.lse_without_keys, dtype)
+        top = jnp.full(rows, -jnp.inf, dtype) if plan.max_scores else None
+        return Part(jnp.zeros((*rows, plan.value_dim), dtype), lse, top)
+
+    def merged(self, a: Part, b: Part) -> Part:
+        return merged(a, b, self.call.plan.weighted)
 
     def _finished(self, part: Part) -> Part:
         plan = self.call.plan

@@ -55,12 +55,12 @@ class ExistingRows(typing.NamedTuple):
                 found[name] = self._where(x, side, 0.0)
         return found
 
-    def results(self, found: Results) -> Results:
-        """The results with out 0, lse and max_scores -inf in rows of queries that do not exist, padding included."""
+    def results(self, found: Results, lse_without_keys: float) -> Results:
+        """The results with those of no keys in rows of queries that do not exist, padding included."""
         low, top = float("-inf"), found.max_scores
         return Results(
             self._where(found.out, "query", 0.0),
-            self._where(found.lse, "query", low),
+            self._where(found.lse, "query", lse_without_keys),
             None if top is None else self._where(top, "query", low),
         )
 

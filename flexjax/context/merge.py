@@ -18,8 +18,13 @@ class Part(typing.NamedTuple):
     top: Array | None  # max_scores [B, T, N]; None unless the plan asks for it
 
 
-def merged(a: Part, b: Part) -> Part:
-    """The rows over the keys of both parts, which have no key in common, in the score dtype (merge_states.py)."""
+def merged(a: Part, b: Part, weighted: bool) -> Part:
+    """The rows over the keys of both parts, which have no key in common, in the score dtype (merge_states.py).
+
+    Those of a `weighted` plan add.
+    """
+    if weighted:
+        return Part(a.out + b.out, a.lse + b.lse, None)
     lse = joint_lse(jnp.stack([a.lse, b.lse]))
     out = sum(weight_of(x.lse, lse)[..., None] * x.out for x in (a, b))
     top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)

@@ -16,7 +16,7 @@ import numpy as np
 from flexjax import masks
 from flexjax.attention import with_aux
 from flexjax.call.arguments import Arguments, text_of_call, with_signature
-from flexjax.call.checks import check_options
+from flexjax.call.checks import check_options, check_weights
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.errors import add_note_once, bad_argument, kind_of, public
 from flexjax.ir.reach import reach_of
@@ -40,6 +40,7 @@ from flexjax.types import (
     MaskMod,
     Origin,
     ScoreMod,
+    Weights,
 )
 
 Array = jax.Array
@@ -57,6 +58,7 @@ class PagedArguments:
     cache: PagedCache = dataclasses.field(kw_only=False)
     table: PageTable = dataclasses.field(kw_only=False)
     score_mod: ScoreMod | None = None
+    weights: ScoreMod | Weights | None = None
     mask_mod: MaskMod | None = masks.causal
     query_seq_lengths: ArrayOrShape | None = None
     cu_q_lens: ArrayOrShape | None = None
@@ -72,6 +74,7 @@ class PagedKeywords(typing.TypedDict, total=False):
     """For type checkers: the keywords of PagedArguments but return_aux, which decides the type of the result."""
 
     score_mod: ScoreMod | None
+    weights: ScoreMod | Weights | None
     mask_mod: MaskMod | None
     query_seq_lengths: ArrayArgument | None
     cu_q_lens: ArrayArgument | None
@@ -123,7 +126,7 @@ def paged_attention(
     query        [R, T, N, D], or [tokens, N, D] with cu_q_lens: the last tokens of each request, whose keys are in the
                  cache. Of the dtype of the cache; of bfloat16, float16, float32 or float64 if the cache is quantised
     cache, table  a PagedCache and a PageTable (flexjax.paged). M key heads of the cache divide N
-    score_mod, mask_mod  as for flex_attention, with b the request and positions in the request; causal by default
+    score_mod, weights, mask_mod  as for flex_attention, with b the request and positions in it; causal by default
     query_seq_lengths  int32 [R] or an int, for [R, T, N, D]: how many of the T queries of each request exist; default
                        all
     cu_q_lens    int32 [R + 1]: request r has the queries cu_q_lens[r] .. cu_q_lens[r + 1] - 1; later rows are padding
@@ -140,8 +143,9 @@ def paged_attention(
 
     but it reads only pages with keys that mask_mod shows. Results are batch-invariant: bitwise the same whatever the
     other requests, page numbers, sizes and padding are. New lengths, tables and offsets compile nothing. Gradients, on
-    xla, reach query, scale, sinks and the arrays that score_mod captures, not the cache. There is no dropout. Raises
-    ValueError for arguments that do not fit, NotImplementedError if no backend accepts the call. See docs/serving.md.
+    xla, reach query, scale, sinks and the arrays that score_mod and weights capture, not the cache. There is no
+    dropout. Raises ValueError for arguments that do not fit, NotImplementedError if no backend accepts the call. See
+    docs/serving.md.
     """
     arguments = PagedArguments(query, cache, table, return_aux=return_aux, **keywords)
     try:
@@ -154,7 +158,7 @@ def paged_attention(
     except Exception as error:
         add_note_once(error, text_of_paged("paged_attention", arguments))
         raise
-    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), return_aux, None)
+    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), arguments)
 
 
 def text_of_paged(function: str, arguments: PagedArguments) -> str:
@@ -172,8 +176,9 @@ class Part:
     rows: Rows
 
     def run(self, names: tuple[str, ...] | None, text: str) -> Results:
-        """The results in the order and shape of the caller's queries: out 0 and lse -inf where it has none."""
-        return self.rows.unfold(attention(self.call.problem(names, text), self.call.operands))
+        """The results in the order and shape of the caller's queries: those of no keys where it has none."""
+        found = attention(self.call.problem(names, text), self.call.operands)
+        return self.rows.unfold(found, self.call.plan.lse_without_keys)
 
 
 def prepare_paged(arguments: PagedArguments) -> list[Part]:
@@ -187,7 +192,9 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
     )
     counts = (queries.counts.shape[0], rows.inputs.sizes.q_heads, 1, 1)
     known = reach_of(arguments.origin, None, counts)
-    for name, mod in (("score_mod", arguments.score_mod), ("mask_mod", arguments.mask_mod)):
+    weights = check_weights(arguments.weights, arguments.sinks, arguments.return_aux, rows.inputs.dtype)
+    function = None if weights is None else weights.function
+    for name, mod in (("score_mod", arguments.score_mod), ("weights", function), ("mask_mod", arguments.mask_mod)):
         check_sizes(
             name, mod, Reach((*known.counts[:2], None, None), known.exact)
         )  # how long requests are is not known
@@ -197,6 +204,8 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
             options, block_q=None
         )  # `size` has it, and the decode kernel refuses plans that give it
 
+    function = _placed(function, arguments.origin)
+
     def part(name: str, rows: Rows, mask_mod: MaskMod | None) -> Part:
         given = Arguments(
             rows.inputs.query,
@@ -204,6 +213,7 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
             rows.inputs.value,
             return_aux=arguments.return_aux,
             score_mod=rows.mod_of_entries(score_mod),
+            weights=None if weights is None else dataclasses.replace(weights, function=rows.mod_of_entries(function)),
             mask_mod=rows.mod_of_entries(mask_mod),
             scale=arguments.scale,
             kernel_options=options,
@@ -286,6 +296,8 @@ def _merged(passes: list[tuple[Part, Results]]) -> Results:
         assert many is not None
         either = lambda few, x: jnp.where(many.reshape(-1, *[1] * (x.ndim - 1)), x, few)
         return jax.tree.map(either, *results)
+    if passes[0][0].call.plan.weighted:
+        return jax.tree.map(jnp.add, *results)
     out, lse = merge_attention_states(jnp.stack([r.out for r in results]), jnp.stack([r.lse for r in results]))
     tops = [r.max_scores for r in results if r.max_scores is not None]
     return Results(out, lse, jnp.maximum(*tops) if tops else None)

@@ -93,7 +93,7 @@ class Rows:
 
         return of_entry
 
-    def unfold(self, results: Results) -> Results:
+    def unfold(self, results: Results, lse_without_keys: float) -> Results:
         place, exists = self.place, self.exists
         if place is None or exists is None:
             return results
@@ -105,7 +105,9 @@ class Rows:
 
         low, top = float("-inf"), results.max_scores
         return Results(
-            of_queries(results.out, 0.0), of_queries(results.lse, low), None if top is None else of_queries(top, low)
+            of_queries(results.out, 0.0),
+            of_queries(results.lse, lse_without_keys),
+            None if top is None else of_queries(top, low),
         )
 
 

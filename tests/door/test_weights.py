@@ -165,14 +165,3 @@ def test_what_is_no_weights() -> None:
         Weights(typing.cast(typing.Any, 3))
     with pytest.raises(ValueError, match=r"`weights.divisor` is 3; expected a function or None. See flexjax.Weights."):
         Weights(silu, typing.cast(typing.Any, 3))
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (dict(context=flexjax.ContextParallel("x")), "A call with context= takes no weights"),
-    ],
-)
-def test_what_computes_softmax_refuses(words: dict, sentence: str) -> None:
-    with pytest.raises(NotImplementedError, match=sentence):
-        flexjax.flex_attention(*arrays(), weights=silu, **words)
