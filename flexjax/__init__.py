@@ -20,6 +20,7 @@ Modules
 
     masks                  mask functions: causal, windows, documents, prefixes, trees and others
     mods                   score functions: ALiBi, soft caps, T5 and learned biases and others
+    weights                weights in place of a softmax: sigmoid, SiLU, retention and others
     paged                  a cache in pages: allocate, fork, append, release
     nn                     adapters for flax, equinox and trainers
     visualize              pictures of masks, scores and weights
@@ -48,6 +49,7 @@ from flexjax import mods as mods
 from flexjax import nn as nn
 from flexjax import paged as paged
 from flexjax import visualize as visualize
+from flexjax import weights as weights
 from flexjax.attention import flex_attention as flex_attention
 from flexjax.block_mask.block_mask import BlockMask as BlockMask
 from flexjax.block_mask.block_mask import create_block_mask as create_block_mask
@@ -100,6 +102,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "attention_weights",
     "masks",
     "mods",
+    "weights",
     "paged",
     "nn",
     "visualize",

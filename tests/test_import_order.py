@@ -27,6 +27,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
+    ("weights",),
     ("merge_states", "combine", "types", "errors", "partition", "varying", "integers"),
     ("mods",),
     ("masks",),

@@ -11,7 +11,7 @@ import pytest
 import flexjax
 
 ROOT = pathlib.Path(__file__).parents[2]
-WITHOUT_ENTRY = {"masks", "mods", "nn", "paged", "visualize"}
+WITHOUT_ENTRY = {"masks", "mods", "weights", "nn", "paged", "visualize"}
 
 
 def entries(page: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "Origin", "Weights", "Dropout", "Quantized", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "Origin", "Weights", "Dropout", "Quantized", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods", "weights",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
     "context_layout", "ContextLayout", "merge_attention_states", "made_for", "paged", "paged_attention", "ContextParallel", "SharedPrefix",
 }
@@ -68,7 +68,7 @@ def test_names() -> None:
     mine = {
         n
         for n, v in public().items()
-        if not isinstance(v, types.ModuleType) or n in ("masks", "mods", "nn", "paged", "visualize")
+        if not isinstance(v, types.ModuleType) or n in ("masks", "mods", "nn", "paged", "visualize", "weights")
     }
     assert mine == NAMES
     assert set(flexjax.__all__) == NAMES

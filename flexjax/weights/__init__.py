@@ -1,0 +1,11 @@
+"""Ready-made weights in place of a softmax, for `weights=`: functions of the score, some with a divisor of each row.
+
+The first line of a docstring is the formula of the weight of a score s. docs/weights.md has their sources side by side.
+"""
+
+from flexjax.weights.linear import linear as linear
+from flexjax.weights.power import power as power
+from flexjax.weights.relu_squared import relu_squared as relu_squared
+from flexjax.weights.retention import retention as retention
+from flexjax.weights.sigmoid import sigmoid as sigmoid
+from flexjax.weights.silu import silu as silu
