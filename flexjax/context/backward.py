@@ -207,7 +207,11 @@ class Backward(OnDevice):
         return self.passes.backward.bind(*self.passes.alike([*stage.flat, *given]), **params)
 
     def _residuals(self, out: Array, lse: Array) -> list[Array]:
-        """[out in the plan's output dtype, lse] and, if the plan returns rounding, what the conversion took away."""
+        """[out in the plan's output dtype, lse] and, if the plan returns rounding, what that took away; [] for
+        a weighted plan (`Problem.residuals`).
+        """
+        if self.call.plan.weighted:
+            return []
         rounded, rounding = tile_math.out_and_rounding(out, self.call.plan)
         return [rounded, lse] if rounding is None else [rounded, lse, rounding]
 

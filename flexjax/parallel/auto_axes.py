@@ -42,7 +42,7 @@ class SplitPrimitive:
 
     def dims(self) -> tuple[list[str], list[str]]:
         """The dimension names, such as "b t h d", of (each argument of the primitive, each result)."""
-        return primitive_dims(self.problem, self.params, rounding=self.problem.plan.exact_captures)
+        return primitive_dims(self.problem, self.params, residuals=self.problem.residuals)
 
     def on_share(self, split: Split, *flat: Array) -> list[Array]:
         """One device's parts of the results: binds the same primitive on its share. The partitioner calls it."""

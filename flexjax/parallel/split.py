@@ -265,17 +265,17 @@ def moved_places(problem: Problem, params: Mapping[str, typing.Any]) -> list[int
 
 
 def primitive_dims(
-    problem: Problem, params: Mapping[str, typing.Any], tables: Sequence[str] = (), rounding: bool = False
+    problem: Problem, params: Mapping[str, typing.Any], tables: Sequence[str] = (), residuals: int = 2
 ) -> tuple[list[str], list[str]]:
-    """The dimension names, such as "b t h d", of (each argument of a primitive, each result)."""
+    """The dimension names, such as "b t h d", of (each argument of a primitive, each result); see Problem.residuals."""
     plan, operands = problem.plan, operand_dims(problem)
     out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
-    fixed, residuals = [*operands, *tables], [out, stats, *[out] * rounding]
+    fixed, kept = [*operands, *tables], [out, stats, out][:residuals]
     moved = [operands[place] for place in moved_places(problem, params)]
     if "moving" in params:
-        return [*fixed, *residuals, *moved], [out, stats]
+        return [*fixed, *kept, *moved], [out, stats]
     if "wanted" in params:
-        return [*fixed, *residuals, out, *[stats] * params["has_lse"]], moved
+        return [*fixed, *kept, out, *[stats] * params["has_lse"]], moved
     return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
 
 

@@ -42,7 +42,7 @@ from flexjax.passes.primitive import Shapes, make_primitive
 from flexjax.passes.second_order import is_zero, jvp_through_xla
 from flexjax.plan.kernel_plan import FIRST_CAPTURE, FLOAT8, BackwardInputs, Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
-from flexjax.varying import varying_alike
+from flexjax.varying import varying_alike, varying_as
 
 Array = jax.Array
 Cotangent = Array | ad.Zero
@@ -105,17 +105,20 @@ def _choose_forward(target: Target, problem: Problem) -> Run:
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
     """The arguments of `tangent` or `backward` as (operands, results, tangents or cotangents)."""
     n, residuals = problem.structure.num_leaves, problem.residuals
-    out, lse, *rounding = flat[n : n + residuals]
+    out, lse, *rounding = flat[n : n + residuals] if residuals else _nothing(problem, flat[0])
     results = Results(out, lse, None, rounding[0] if rounding else None)
     return problem.operands(flat[:n]), results, list(flat[n + residuals :])
+
+
+def _nothing(problem: Problem, like: Array) -> list[Array]:
+    """Zeros in place of out and lse, varying over mesh axes as `like`, the query, does."""
+    return varying_as(like, [jnp.zeros(x.shape, x.dtype) for x in _forward_shapes([jax.typeof(like)], problem)[:2]])
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
     """The types of the tangents of out and lse; ValueError if score_mod has no derivative, or none by what moves."""
     problem.needed_derivative(moving[FIRST_CAPTURE:])
-    n = problem.structure.num_leaves
-    out = core.ShapedArray(avals[n].shape, jnp.dtype(problem.plan.out_dtype))
-    return [out, avals[n + 1]]
+    return _forward_shapes(avals, problem)[:2]
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
@@ -220,7 +223,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
         rounding = [jnp.zeros_like(out)]  # the out of a partial plan is not rounded
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
-        moved = tangent_p.bind(*primals, out, lse, *rounding, *given, problem=moved_problem, moving=present)
+        kept = (out, lse, *rounding)[: moved_problem.residuals]
+        moved = tangent_p.bind(*primals, *kept, *given, problem=moved_problem, moving=present)
     else:
         moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
     if problem.plan.returns_rounding:
@@ -252,8 +256,9 @@ def _tangent_transpose(
     nothing: list = [None] * n
     if is_zero(d_out) and is_zero(d_lse):
         return nothing + [ad.Zero(x.aval) for x in flat[n:]]
-    like = fixed[problem.structure.num_leaves]
-    d_out = jnp.zeros_like(like) if is_zero(d_out) else d_out
+    if is_zero(d_out):
+        kept = fixed[problem.structure.num_leaves :]
+        d_out = jnp.zeros_like(kept[0]) if kept else _nothing(problem, fixed[0])[0]
     has_lse = not is_zero(d_lse)
     given = [d_out, *([d_lse] if has_lse else [])]
     gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)

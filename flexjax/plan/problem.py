@@ -83,8 +83,11 @@ class Problem:
 
     @property
     def residuals(self) -> int:
-        """How many arrays of the forward pass the other passes get: out, lse and, with `exact_captures`, rounding."""
-        return 2 + self.plan.exact_captures
+        """How many arrays of the forward pass the other passes get: out, lse and, with `exact_captures`, rounding.
+
+        None of a weighted plan, whose other passes read neither: nothing is kept, or computed again, for them.
+        """
+        return 0 if self.plan.weighted else 2 + self.plan.exact_captures
 
     def for_captures(self) -> "Problem":
         """This problem with plan.exact_captures set, if inputs have 16 bits and a backward pass forms delta of out."""

@@ -104,6 +104,20 @@ def test_transformations() -> None:
     close(quick_jit(lambda: results("xla"))(), quick_jit(lambda: results("reference"))(), 1e-4)
 
 
+def test_a_backward_pass_reads_no_results() -> None:
+    """So jax.checkpoint computes no forward pass again, and nothing is kept for it."""
+
+    def layers(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            layer = lambda x: flexjax.flex_attention(x, x, x, weights=silu, mask_mod=masks.causal)
+            x = jax.checkpoint(lambda x, layer=layer: x + layer(x))(x)
+        return jnp.sum(x)
+
+    program = str(jax.make_jaxpr(jax.grad(layers))(jnp.ones((B, T, N, D))))
+    assert program.count("flexjax_forward[") == 3
+    assert program.count("flexjax_backward[") == 3
+
+
 def test_what_shows_calls_knows_weights() -> None:
     q, k, v = arrays()
     text = flexjax.explain(q, k, v, weights=silu, score_mod=lambda s, b, h, i, j: s + 1)
