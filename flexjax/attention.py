@@ -103,8 +103,8 @@ def flex_attention(
 
     Returns out [B, T, N, E] in the layout and dtype of query (bfloat16 for float8), or (out, AuxOutput) with
     return_aux. Gradients reach query, key, value, scale, sinks, the extra features and every floating array that
-    score_mod captures. Scores are float32 (float64 for float64 inputs). Raises ValueError for arguments that do not
-    fit, and NotImplementedError, with each backend's reason, if no backend accepts the call.
+    score_mod and weights capture. Scores are float32 (float64 for float64 inputs). Raises ValueError for arguments that
+    do not fit, and NotImplementedError, with each backend's reason, if no backend accepts the call.
 
     Example, a learned bias for each head and distance:
 
