@@ -77,8 +77,9 @@ ALL_HIDDEN = ("nothing", "nothing_blocks", "poison_everywhere")
 """Cases whose mask hides everything, so that the compilers leave out the products."""
 MOST_SPILLED = 256
 """Bytes of spills that pass: a few registers before and after the loops of the largest tiles."""
-MAY_SPILL = {"noise": 768, "random_entries": 768}
-"""Case -> bytes of spills that pass instead: the state of a hash, in the backward kernels of tcgen05, whose tiles have one size."""
+MAY_SPILL = {"noise": 768, "random_entries": 768, "relu_squared_weights": 512}
+"""Case -> bytes of spills that pass instead, in the backward kernels of tcgen05, whose tiles have one size: the state of a hash; and a pair
+bias, a mask of remainders and both selects on -inf of weights."""
 
 
 def sampled(card: str) -> list[str]:
