@@ -9,6 +9,7 @@ a list, a dict, an attribute, numpy, a class, an import, a variable that it assi
 import dis
 import functools
 import itertools
+import re
 import sys
 import types
 import typing
@@ -74,6 +75,12 @@ IMPURE = frozenset(
 )
 WARNS = frozenset({"float64", "int64", "uint64", "complex128", "double", "cdouble", "longlong", "ulonglong"})
 """Names of types for which jax warns at each trace where it has no 64 bits."""
+
+OF_64_BITS = re.compile(
+    r"[<>=|]?(?:[iuf]8|f16|c(?:8|16|32)|[dDgGlLqQpP])|u?int(?:64|p)?|float(?:64|128)?|complex(?:64|128)?|u?long(?:long)?|"
+    r"c?(?:long)?double"
+)
+"""Texts that numpy reads as a type of 64 bits or more."""
 
 BUILTINS = {
     function.__name__: function
@@ -189,12 +196,7 @@ def _may_warn(value: object) -> bool:
         return any(map(_may_warn, value))
     if isinstance(value, np.dtype):
         return value.itemsize >= 8
-    if not isinstance(value, str) or not value.isascii():
-        return False
-    try:
-        return np.dtype(value).kind in "iufc" and np.dtype(value).itemsize >= 8
-    except (TypeError, ValueError, SyntaxError):
-        return False
+    return isinstance(value, str) and OF_64_BITS.fullmatch(value) is not None
 
 
 # ------------------------------------------------------------------- code
