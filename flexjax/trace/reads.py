@@ -77,8 +77,8 @@ WARNS = frozenset({"float64", "int64", "uint64", "complex128", "double", "cdoubl
 """Names of types for which jax warns at each trace where it has no 64 bits."""
 
 OF_64_BITS = re.compile(
-    r"[<>=|]?(?:[iuf]8|f16|c(?:8|16|32)|[dDgGlLqQpP])|u?int(?:64|p)?|float(?:64|128)?|complex(?:64|128)?|u?long(?:long)?|"
-    r"c?(?:long)?double"
+    r"[<>=|]?(?:[iuf]8|f16|c(?:8|16|32)|[dDgGlLqQpP])|u?int(?:64|p)?|float(?:64|128)?|complex(?:64|128)?|"
+    r"u?long(?:long)?|c?(?:long)?double"
 )
 """Texts that numpy reads as a type of 64 bits or more."""
 
