@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
+from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.machine import memory, registers
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
@@ -74,7 +75,7 @@ class ByteScores(ItemConsumer):
         `number`.
         """
         setup, keys = self.setup, self.setup.tile.block_kv
-        score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs)
+        score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs[:2])
         if score is None:
             s = s * f32(setup.plan.scale * LOG2E)
         else:

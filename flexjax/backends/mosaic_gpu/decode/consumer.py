@@ -1,7 +1,6 @@
 """What the consumers of all decode kernels share: programs at packed rows, and what is hidden in a key tile."""
 
 import dataclasses
-import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.scales import scales_of_tile
 from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.forward.rows import program_at_rows
 from flexjax.backends.mosaic_gpu.machine import registers
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
@@ -18,17 +18,6 @@ from flexjax.backends.mosaic_gpu.programs.tile_values import Scaled
 from flexjax.ir.program import Program
 
 f32 = np.float32
-
-
-class Programs(typing.NamedTuple):
-    """The programs of score_mod and mask_mod at the rows of one work item."""
-
-    score: TileProgram | None
-    mask: TileProgram | None
-
-    def at_columns(self, start: Scalar) -> "Programs":
-        """The programs with the column vectors of the tile from key `start` on computed here (`TileProgram.pin`)."""
-        return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +30,9 @@ class ItemConsumer:
 
     def at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
         """A mod for packed rows (ir/fold_heads.py) at the rows of the item, on [ROWS, block_kv]."""
-        if program is None:
-            return None
-        setup = self.setup
-        return TileProgram(
-            program,
-            refs,
-            (ROWS, setup.tile.block_kv),
-            Place(item.b, item.kv_head),
-            overhangs=setup.items.tiles_may_overhang,
-            used_rows=setup.tile.used_rows,
-        ).at_rows(i32(0))
+        tile, overhangs = self.setup.tile, self.setup.items.tiles_may_overhang
+        shape, place = (ROWS, tile.block_kv), Place(item.b, item.kv_head)
+        return program_at_rows(program, refs, shape, place, i32(0), overhangs=overhangs, used_rows=tile.used_rows)
 
     def scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
         """(scales of keys, of values) of a key tile: scalars, one for each part or for all; [] if not quantised."""

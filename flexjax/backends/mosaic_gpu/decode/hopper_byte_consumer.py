@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu.decode import bytes as decode_bytes
 from flexjax.backends.mosaic_gpu.decode.byte_scores import ByteScores
 from flexjax.backends.mosaic_gpu.decode.bytes import WarpSoftmax
-from flexjax.backends.mosaic_gpu.decode.consumer import Programs
 from flexjax.backends.mosaic_gpu.decode.hopper_consumer import FIRST, SECOND, DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
+from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Scalar, arrive_read, i32

@@ -26,12 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.decode import rows as decode_rows
-from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS, DecodeScratch
 from flexjax.backends.mosaic_gpu.decode.hopper_widen import widen
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.scales import scaled_columns
 from flexjax.backends.mosaic_gpu.forward.online_softmax import State
+from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.machine.branch import when
@@ -104,10 +105,7 @@ class DecodeConsumer(ItemConsumer):
         steps = lax.div(item.total + 1 - group, i32(2))
         out, state = lax.fori_loop(i32(0), steps, step, (out, setup.softmax.start))
         arrive_read(scratch.query_free.at[slot])
-        row_term = None
-        if programs.score is not None and setup.softmax.leaves_row_term:
-            row_term = programs.score.row_term()
-        own = Partial(out, *setup.softmax.finish(state, row_term))
+        own = Partial(out, *setup.softmax.finish(state, programs.row_term(setup.softmax)))
         when(group == SECOND)(lambda: self._hand_over(own))
         when(group == FIRST)(lambda: self._write(item, own))
 

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from flexjax.backends.mosaic_gpu.decode import bytes as decode_bytes
 from flexjax.backends.mosaic_gpu.decode.byte_scores import ByteScores
 from flexjax.backends.mosaic_gpu.decode.bytes import WarpSoftmax
-from flexjax.backends.mosaic_gpu.decode.consumer import Programs
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.mma_consumer import KeyTile, MmaDecodeConsumer
+from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.forward.setup import present
 from flexjax.backends.mosaic_gpu.machine import registers
 from flexjax.backends.mosaic_gpu.machine.branch import cond

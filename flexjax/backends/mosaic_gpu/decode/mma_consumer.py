@@ -27,13 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.decode import rows as decode_rows
-from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer, Programs
+from flexjax.backends.mosaic_gpu.decode.consumer import ItemConsumer
 from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS
 from flexjax.backends.mosaic_gpu.decode.hopper_widen import widen
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.mma_tiles import MmaDecodeScratch, MmaDecodeTile
 from flexjax.backends.mosaic_gpu.decode.scales import scaled_columns
 from flexjax.backends.mosaic_gpu.forward.online_softmax import State
+from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.forward.setup import present
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.machine import registers
@@ -86,10 +87,7 @@ class MmaDecodeConsumer(ItemConsumer):
             out, state = cond(
                 item.total > 0, lambda: self._steps(item, programs, out), lambda: (out, setup.softmax.start)
             )
-        row_term = None
-        if programs.score is not None and setup.softmax.leaves_row_term:
-            row_term = programs.score.row_term()
-        place = (item.b, item.kv_head, item.chunk)
+        place, row_term = (item.b, item.kv_head, item.chunk), programs.row_term(setup.softmax)
         decode_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows)
         for n, vector in enumerate(setup.softmax.finish(state, row_term)):
             decode_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows)

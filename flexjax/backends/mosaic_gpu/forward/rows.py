@@ -1,4 +1,5 @@
-"""What the consumers of all forward kernels share: the scores, softmax and results of the rows of one query tile.
+"""What the consumers of all forward kernels share: the scores, softmax and results of the rows of one query tile. Those
+of decode kernels share its `Programs`.
 
 A kernel multiplies (by WGMMA: hopper_consumer.py; by mma.sync: mma_rows.py; by tcgen05: tcgen05_rows.py) and decides
 when; `QueryRows` says what happens between the products of a step and after the last step. A step is one key tile.
@@ -17,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, State
+from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, Softmax, State
 from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.forward.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
@@ -44,9 +45,35 @@ class Phase(enum.Enum):
 class Programs(typing.NamedTuple):
     """The traced programs of score_mod, mask_mod and dropout at the rows of one query tile; None for a missing one."""
 
-    score: TileProgram | None
-    mask: TileProgram | None
-    dropout: TileProgram | None
+    score: TileProgram | None = None
+    mask: TileProgram | None = None
+    dropout: TileProgram | None = None
+
+    def at_columns(self, start: Scalar) -> "Programs":
+        """The programs with the column vectors of the tile from key `start` on computed here (`TileProgram.pin`)."""
+        return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
+
+    def row_term(self, softmax: Softmax) -> jax.Array | None:
+        """What the softmax leaves out of the scores of each row, [rows], computed after the steps; None: nothing."""
+        return None if self.score is None or not softmax.leaves_row_term else self.score.row_term()
+
+
+def program_at_rows(
+    program: ir.Program | None,
+    refs: tuple[Ref, ...],
+    shape: tuple[int, int],
+    place: Place,
+    start: Scalar,
+    *,
+    overhangs: bool,
+    used_rows: int | None = None,
+    even_columns: bool = False,
+) -> TileProgram | None:
+    """A mod on tiles of `shape`, scalars and row vectors computed for the rows from `start` on; None without one."""
+    if program is None:
+        return None
+    made = TileProgram(program, refs, shape, place, overhangs=overhangs, used_rows=used_rows, even_columns=even_columns)
+    return made.at_rows(start)
 
 
 class StepTile(typing.NamedTuple):
@@ -71,16 +98,9 @@ def programs_at_rows(
     tile, mask = setup.tile, setup.plan.mask
 
     def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
-        if program is None:
-            return None
-        return TileProgram(
-            program,
-            refs,
-            (tile.rows, tile.block_kv),
-            Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin)),
-            overhangs=setup.may_overhang,
-            even_columns=True,
-        ).at_rows(q_start)
+        place = Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin))
+        shape, overhangs = (tile.rows, tile.block_kv), setup.may_overhang
+        return program_at_rows(program, refs, shape, place, q_start, overhangs=overhangs, even_columns=True)
 
     return Programs(
         at_rows(setup.plan.score, inputs.score),
@@ -101,10 +121,7 @@ class QueryRows(typing.Generic[AnyTile]):
 
     @property
     def row_term(self) -> jax.Array | None:
-        """What the softmax leaves out of the scores of each row, [rows], computed after the steps; None: nothing."""
-        if self.programs.score is None or not self.setup.softmax.leaves_row_term:
-            return None
-        return self.programs.score.row_term()
+        return self.programs.row_term(self.setup.softmax)
 
     # ----------------------------------------------------------------- between the products of a step
 
@@ -173,10 +190,9 @@ class QueryRows(typing.Generic[AnyTile]):
     def step_tile(self, start: Scalar, phase: Phase) -> StepTile:
         """The key tile from key `start` on, with column vectors computed in the programs of the phase."""
         if not self.needs_start(phase):
-            return StepTile(None, Programs(None, None, None))
-        given = self.programs.score, self.programs.mask, self.step_factor
-        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in given)
-        return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
+            return StepTile(None, Programs())
+        programs = self.programs._replace(dropout=self.step_factor).at_columns(start)
+        return StepTile(start, programs._replace(mask=None) if phase is Phase.UNMASKED else programs)
 
     # ----------------------------------------------------------------- after the last step
 
