@@ -104,6 +104,7 @@ def outcome(name: str, how: Execution) -> str:
     if name.startswith(DECODE):
         return decode_outcome(name.removeprefix(DECODE), how)
 
+    from flexjax.backends.mosaic_gpu.forward import launch as forward_launch
     from flexjax.backends.mosaic_gpu.forward import mma as forward_mma
     from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
     from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
@@ -116,7 +117,7 @@ def outcome(name: str, how: Execution) -> str:
     device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
     tile = forward_mma_tiles.forward_tile(plan, CARDS[compile_card.CARDS[CARD].capability])
     try:
-        with execute(forward_mma, how=how), targets.as_seen_by_pallas(device):
+        with execute(forward_launch, how=how), targets.as_seen_by_pallas(device):
             assert_results_close(made, forward_mma.forward(plan, made.operands, tile))
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"
@@ -136,6 +137,7 @@ PAGES: dict[str, dict[str, typing.Any]] = {
 
 def decode_outcome(name: str, how: Execution) -> str:
     """Runs a problem of the decode kernel; a line that begins with ok or FAIL. Those of PAGES are compared with the simulator."""
+    from flexjax.backends.mosaic_gpu.decode import call as decode_call
     from flexjax.backends.mosaic_gpu.decode import mma as decode_mma
     from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
     from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
@@ -150,7 +152,7 @@ def decode_outcome(name: str, how: Execution) -> str:
     tile = dataclasses.replace(decode_mma_tiles.mma_decode_tile(plan, card), programs=3, chunk=128)
     device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
     try:
-        with execute(decode_mma, how=how), targets.as_seen_by_pallas(device):
+        with execute(decode_call, how=how), targets.as_seen_by_pallas(device):
             got = decode_mma.forward(plan, operands, tile)
         if made is not None:
             assert_results_close(made, got)
