@@ -13,8 +13,8 @@ them on a GPU as a dense mask of tokamax's Triton kernel. Its cudnn_flash_te nee
 With the wheels of MaxText 0.2.5 and of what it imports in a folder W, beside jax, flax, optax and orbax (tokamax 0.0.12, because later
 ones import xprof):
 
-    python3 -m pip install -q --no-index --no-deps --target /tmp/site W/*.whl
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.92 PYTHONPATH=/tmp/site:. python3 -m bench --suite maxtext --minutes 5
+    python3 -m pip install -q --no-index --no-deps --target SITE W/*.whl
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.92 PYTHONPATH=SITE:. python3 -m bench --suite maxtext --minutes 5
 """
 
 import contextlib
