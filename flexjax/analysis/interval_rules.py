@@ -6,7 +6,6 @@ The flags `attained` and `contiguous` are those of interval_values.py. Ends of N
 decides nothing.
 """
 
-import functools
 import typing
 from collections.abc import Callable
 
@@ -16,26 +15,12 @@ import numpy as np
 from jax import lax
 
 from flexjax.analysis.interval_floats import narrowed
+from flexjax.analysis.interval_functions import ABSOLUTE, FUNCTIONS, INEXACT, corners, error_of_power, size_of
 from flexjax.analysis.interval_values import Abstract, Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
 from flexjax.ir import program as ir
 from flexjax.ir.program import Lit, Op, Val
 
 Array = jax.Array
-
-INEXACT: dict[str, float] = {
-    "tanh": 2.0**-10,
-    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "logistic", "pow"), 2.0**-15),
-    **dict.fromkeys(("log", "sqrt", "rsqrt", "log1p", "cbrt", "atan", "asinh", "erf", "sin", "cos"), 2.0**-18),
-}
-"""Functions whose results differ between devices and compilers, by how much relative to the result.
-
-Largest are tanh.approx of NVIDIA GPUs (2^-11) and exponentials, whose operand is first multiplied by log2(e): an error
-of 2^-24 of 128 is one of 2^-17 of the result. The error of a float32 function of XLA is up to 34 units in the last
-place (exp2).
-"""
-
-ABSOLUTE: dict[str, float] = {"log": 2.0**-20, "sin": 2.0**-18, "cos": 2.0**-18}
-"""Of functions that are 0 elsewhere than at 0, how much they differ there."""
 
 KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
 """Operations whose result a floating type narrower than float32 represents exactly if it represents the operands."""
@@ -53,7 +38,7 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
         if op.prim in ("sin", "cos"):  # of a rounded operand, whose periods are taken off
             floor = floor + share * size_of(typing.cast(Interval, args[0])).astype(low.dtype)
         if op.prim == "pow":  # exp(y log(x))
-            floor = floor + _error_of_power(*typing.cast(list[Interval], args)).astype(low.dtype) * jnp.abs(high)
+            floor = floor + error_of_power(*typing.cast(list[Interval], args)).astype(low.dtype) * jnp.abs(high)
         low, high, attained = low - share * jnp.abs(low) - floor, high + share * jnp.abs(high) + floor, False
     if op.prim in ("add", "sub") and any(isinstance(a, Val) and a.id in products for a in op.inputs):
         slack = (
@@ -70,12 +55,6 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
         attained = False
     nan = jnp.isnan(low) | jnp.isnan(high) | _makes_nan(op.prim, args)
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
-
-
-def _error_of_power(x: Interval, y: Interval) -> Array:
-    """The relative error of x ** y where it is computed as exp(y log(x)), at points."""
-    logarithm = jnp.log(jnp.maximum(jnp.abs(x.low), jnp.finfo(x.low.dtype).tiny))
-    return 2.0**-18 * size_of(y) * (1 + jnp.abs(logarithm)).astype(jnp.float32)
 
 
 def _makes_nan(prim: str, args: list[Abstract]) -> Array:
@@ -95,11 +74,6 @@ def _makes_nan(prim: str, args: list[Abstract]) -> Array:
         return endless(x) & endless(y)
     holds_zero = lambda i: (i.low <= 0) & (i.high >= 0)
     return (holds_zero(x) & endless(y)) | (endless(x) & holds_zero(y))
-
-
-def size_of(term: Interval) -> Array:
-    """The largest magnitude of the numbers of an interval, float32; NaN where an end is NaN."""
-    return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
 
 
 def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
@@ -125,15 +99,6 @@ def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
     return widened(found, wraps)
 
 
-def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tuple[Array, Array]:
-    """The least and the greatest of f at the four pairs of ends; they bound an f that is monotone in each operand."""
-    values = [f(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
-    low, high = values[0], values[0]
-    for v in values[1:]:
-        low, high = jnp.minimum(low, v), jnp.maximum(high, v)
-    return low, high
-
-
 def _add(op: Op, args: list[Interval]) -> Interval:
     """x + y, with a flag where both have it: intervals.py drops the flags of operands that share queries or keys."""
     x, y = args
@@ -154,7 +119,7 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
     x, y = args
     if op.inputs[0] == op.inputs[1]:
         return _square(op, [x])
-    return Interval(*_corners(jnp.multiply, x, y), flag_and(x.attained, y.attained))
+    return Interval(*corners(jnp.multiply, x, y), flag_and(x.attained, y.attained))
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
@@ -198,46 +163,6 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
     return rule
 
 
-def _monotone(f: Callable[[Array], Array]) -> Callable:
-    """The rule of a non-decreasing function of one operand: [f(low), f(high)]."""
-
-    def rule(op: Op, args: list[Interval]) -> Interval:
-        (x,) = args
-        return Interval(f(x.low), f(x.high), x.attained, False)
-
-    return rule
-
-
-def _inexact(f: Callable[[Array], Array]) -> Callable:
-    """The rule of a non-decreasing function of INEXACT."""
-
-    def rule(op: Op, args: list[Interval]) -> Interval:
-        (x,) = args
-        # a subnormal operand counts as 0 on some devices, and XLA's cbrt gives it a sign at random
-        tiny = jnp.finfo(x.low.dtype).tiny
-        least = jnp.where(x.low < 0, -tiny, 0) if op.prim in ("sqrt", "log") else -tiny
-        low = jnp.where(jnp.abs(x.low) < tiny, least, x.low)
-        high = jnp.where(jnp.abs(x.high) < tiny, tiny, x.high)
-        return Interval(f(low), f(high))
-
-    return rule
-
-
-def _at_points(f: Callable[..., Array], least: float = jnp.nan, largest: float = jnp.nan) -> Callable:
-    """The rule of a function that is not monotone: f itself where operands are normal numbers, else least..largest."""
-
-    def rule(op: Op, args: list[Interval]) -> Interval:
-        tiny = jnp.finfo(args[0].low.dtype).tiny
-        point, value = jnp.ones((1, 1, 1, 1), bool), f(*(a.low for a in args))
-        for a in args:
-            point = point & (a.low == a.high) & ((a.low == 0) | (jnp.abs(a.low) >= tiny))
-        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(e) for a in args for e in (a.low, a.high)))
-        ends = (jnp.where(point, value, jnp.where(finite, e, jnp.nan)) for e in (least, largest))
-        return Interval(*ends)
-
-    return rule
-
-
 def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
     """x // y of integers, by the quotients of the ends; None for the least integer as a literal divisor."""
     x, y = args
@@ -251,7 +176,7 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
     if _counts(op):
         low, high = (lax.div(jnp.maximum(end, 0), y.low) for end in x[:2])
         return Interval(low, high, x.attained, x.contiguous)
-    low, high = _corners(jnp.floor_divide, x, Interval(jnp.maximum(y.low, 1), jnp.maximum(y.high, 1)))
+    low, high = corners(jnp.floor_divide, x, Interval(jnp.maximum(y.low, 1), jnp.maximum(y.high, 1)))
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value > 0:
         return Interval(low, high, x.attained, x.contiguous)
     unsigned = jnp.issubdtype(x.low.dtype, jnp.unsignedinteger)
@@ -310,14 +235,22 @@ def _div(op: Op, args: list[Interval]) -> Interval | None:
     if jnp.issubdtype(x.low.dtype, jnp.integer):
         return None
     crosses = ~((y.low > 0) | (y.high < 0))
-    low, high = _corners(jnp.divide, x, y)
+    low, high = corners(jnp.divide, x, y)
     return Interval(jnp.where(crosses, jnp.nan, low), jnp.where(crosses, jnp.nan, high))
 
 
 def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
-    """x ** y for the static integer y of the operation; None where y is negative."""
+    """x ** y for the static integer y of the operation; None for negative powers of integers."""
     y = typing.cast(int, dict(op.params)["y"])
-    return None if y < 0 else _power(args[0], y)
+    if y >= 0:
+        return _power(args[0], y)
+    if jnp.issubdtype(args[0].low.dtype, jnp.integer):
+        return None
+    below = _power(args[0], -y)
+    positive = (below.low >= jnp.finfo(below.low.dtype).tiny) | (below.high <= -jnp.finfo(below.low.dtype).tiny)
+    low, high = (jnp.where(positive, 1 / e, jnp.nan) for e in (below.high, below.low))
+    slack = 4 * (2 - y) * float(jnp.finfo(low.dtype).eps)  # a device may take the reciprocal first
+    return Interval(low - slack * jnp.abs(low), high + slack * jnp.abs(high))
 
 
 def _convert(op: Op, args: list[Abstract]) -> Interval | None:
@@ -396,11 +329,6 @@ RULES: dict[str, Callable[..., Interval | None]] = {
     "square": _square,
     "convert_element_type": _convert,
     "select_n": _select,
-    **{name: _monotone(getattr(lax, name)) for name in ("floor", "ceil")},
-    **{name: _inexact(getattr(lax, name)) for name in INEXACT.keys() - {"sin", "cos", "pow", "rsqrt"}},
-    "sin": _at_points(lax.sin, -1.0, 1.0),
-    "cos": _at_points(lax.cos, -1.0, 1.0),
-    "pow": _at_points(lax.pow),
-    "rsqrt": _at_points(lax.rsqrt),
+    **FUNCTIONS,
 }
 """The rule of each operation by its name; an operation without a rule is `unknown`."""

@@ -12,7 +12,7 @@ block that is full, empty, or certainly has both outcomes (`Truth.sure_true` and
 
 Every device rounds sums, products and quotients alike, with two exceptions: a product that is added to something (FMA),
 and types narrower than float32, of which a compiler may keep more digits. Functions such as exp differ between devices
-and compilers (INEXACT of interval_rules.py). There the interval is widened and its ends are not `attained`.
+and compilers (INEXACT of interval_functions.py). There the interval is widened and its ends are not `attained`.
 
 Reference: Moore, Interval Analysis (1966); the idea of deciding attention blocks by it is flexjax's own.
 """
@@ -25,9 +25,10 @@ import jax.numpy as jnp
 
 from flexjax.analysis.block_grid import BlockGrid
 from flexjax.analysis.interval_floats import narrow_type
+from flexjax.analysis.interval_functions import INEXACT
 from flexjax.analysis.interval_loads import load_extremes
 from flexjax.analysis.interval_loops import reduce_all
-from flexjax.analysis.interval_rules import INEXACT, RULES, rounded, unless_wrapped
+from flexjax.analysis.interval_rules import RULES, rounded, unless_wrapped
 from flexjax.analysis.interval_truth import COMPARISONS, logic, negate, same
 from flexjax.analysis.interval_values import Abstract, Interval, Truth, independent, of_literal, unknown, wide_type
 from flexjax.ir import program as ir
@@ -47,13 +48,22 @@ def depends_on_device(program: Program) -> bool:
 
 
 def decide(program: Program, captures: Sequence[Array], grid: BlockGrid, entries: bool = False) -> Truth:
-    """What is known of a mask in each block of the grid.
+    """What is known of a mask in each block of the grid; `entries` as of `bound`."""
+    return as_truth(bound(program, captures, grid, entries))
+
+
+def bound(
+    program: Program, captures: Sequence[Array], grid: BlockGrid, entries: bool = False, score: Interval | None = None
+) -> Abstract:
+    """What is known of the first result of a program in each block of the grid, where the score lies in `score`.
 
     With `entries` each block is one entry, so that queries and keys are points too. What depends on a loop index is
     bounded over all of its values at once, so the cost does not grow with them. Works under jit: shapes depend on the
     grid alone.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
+    if score is not None:
+        env[ir.SCORE] = score
     # Points by id: arrays of four dims that broadcast to one number a block.
     known_inputs = (ir.B, ir.H, ir.Q, ir.KV) if entries else (ir.B, ir.H)
     points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in known_inputs}
@@ -87,7 +97,7 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid, entries
             env[step.out.id] = _operation(step, [read(a) for a in step.inputs], env, products)
             if step.prim in ("mul", "square", "integer_pow"):
                 products.add(step.out.id)
-    return as_truth(read(program.results[0]))
+    return read(program.results[0])
 
 
 def as_truth(value: Abstract) -> Truth:

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from flexjax import create_block_mask
-from flexjax.analysis.interval_rules import INEXACT
+from flexjax.analysis.interval_functions import INEXACT
 from tests.arrays import array
 from tests.block_mask.test_classify import classes_of
 from tests.cases.random_masks import classes
@@ -22,7 +22,12 @@ T, S, BLOCK = 24, 100, 8
 NUMBERS = np.random.default_rng(0)
 SAME = np.repeat([0.0, 0.5, 1.0, 4.0, 7.905, 9.0, 20.0, 88.0, 1e-39, 1e-5, -2.0, 3.0, -1e-39], BLOCK)[:S]
 EACH = SAME * (1 + 1e-6 * NUMBERS.standard_normal(S))
-FUNCTIONS = {name: getattr(lax, name) for name in INEXACT if name != "pow"} | {"pow": lambda x: lax.pow(x, x * 0 + 1.7)}
+OF_TWO = {
+    "pow": lambda x: lax.pow(x, x * 0 + 1.7),
+    "atan2": lambda x: lax.atan2(x, x * 0 + 1.7),
+    "rem": lambda x: lax.rem(x, x * 0 + 1.7),
+}
+FUNCTIONS = {name: getattr(lax, name) for name in INEXACT if name not in OF_TWO} | OF_TWO
 
 
 def all_codes(function: Callable, x: jax.Array, limit: jax.Array, compare: Callable) -> list[np.ndarray]:

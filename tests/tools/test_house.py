@@ -3,7 +3,7 @@
 from tools import house
 
 LIMITS = {  # a change that passes one deletes something, or says why not
-    "lines of Python in the wheel": 58800,  # of them 900 adapters of MaxText, Keras and Gemma, 600 weights, and 300 keep eager calls
+    "lines of Python in the wheel": 58960,  # of them 900 adapters of MaxText, Keras and Gemma, 600 weights, and 300 keep eager calls
     "docstring share, %": 18,
     "lines past 120 columns": 0,
     "files flat in one folder, most": 30,
