@@ -78,6 +78,7 @@ class Case:
 
     name: str
     shape: tuple[int, int, int, int, int, int, int] = (1, 2, 2, 37, 37, 16, 16)
+    _: dataclasses.KW_ONLY
     score: str | None = None
     mask: str | None = None
     weights: str | None = None

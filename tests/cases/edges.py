@@ -86,8 +86,8 @@ def random_case(seed: int) -> Row:
         else None
     )
     case = Case(
-        f"random_{seed}", (batch, heads, kv_heads, t, s, dim, value_dim), score, mask, tuple(captures.items()),
-        layout=pick(("BTNH", "BNTH")), block=block, sinks=pick((False, False, True)), dropout=pick((0.0, 0.0, 0.0, 0.3)),
+        f"random_{seed}", (batch, heads, kv_heads, t, s, dim, value_dim), score=score, mask=mask,
+        captures=tuple(captures.items()), layout=pick(("BTNH", "BNTH")), block=block, sinks=pick((False, False, True)), dropout=pick((0.0, 0.0, 0.0, 0.3)),
         extra=(kv_heads, pick((8, 64))) if pick((0, 0, 0, 1)) else None, scale=0.1,
     )  # fmt: skip
     return case, pick(("bfloat16", "bfloat16", "float32"))

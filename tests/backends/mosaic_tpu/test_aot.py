@@ -6,10 +6,13 @@ The whole product:  python -m tests.backends.mosaic_tpu.aot all
 import importlib.util
 import sys
 
+import jax
 import pytest
 
 from tests.backends.mosaic_tpu import aot
+from tests.bound_case import BoundCase
 from tests.cases import CASES
+from tests.cases.edges import random_case
 
 needs_compiler = [
     pytest.mark.aot,
@@ -47,6 +50,13 @@ def test_sample_has_every_case_on_two_chips():
     assert set(chosen) <= set(aot.entries())
     for entry in ("million_window", "million_documents"):
         assert chosen.count(entry) == len(aot.TOPOLOGIES)
+
+
+@pytest.mark.parametrize("seed", range(0, aot.RANDOM, 3))
+def test_random_calls_are_calls(seed: int):
+    case, dtype = random_case(seed)
+    problem = BoundCase(case, dtype, "reference")
+    jax.eval_shape(jax.grad(problem.loss, argnums=(0, 1), has_aux=True), *problem.arrays())
 
 
 def fake(chip: str, left):
