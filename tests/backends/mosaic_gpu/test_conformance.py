@@ -48,6 +48,8 @@ class TestMmaTable(TestTable):
         return super().refuses(case, dtype) or case.name == "dim_320"
 
 
+# own rows past the end have statistics of padding and products that are not finite; they are not written
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul:RuntimeWarning")
 class TestTcgen05Table(TestMmaTable):
     """The kernels on tcgen05, and on mma.sync those of few queries, of backward passes above head dim 128 and of captured arrays."""
 
