@@ -35,7 +35,7 @@ from bench.decode_cases import (
 )
 from bench.inputs import REFERENCE, alone
 from bench.kernel_times import device_time
-from flexjax.types import KernelOptions, MaskMod, ScoreMod
+from flexjax.types import KernelOptions, MaskMod, Quantized, ScoreMod
 
 Array = jax.Array
 Arrays = dict[str, Array]
@@ -169,8 +169,11 @@ def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
         """Calls paged_attention once on the cache in pages, with scales, a shared prefix or ragged queries if the case has them; returns
         (out [B, T, N, D],).
         """
-        scales = [jnp.full(case.kv_heads, case.scale(), jnp.float32)] * 2 if case.stored in LARGEST else []
-        cache = paged.PagedCache(arrays["key"], arrays["value"], *scales)
+        pools = [arrays["key"], arrays["value"]]
+        if case.stored in LARGEST:
+            scales = jnp.full(case.kv_heads, case.scale(), jnp.float32)
+            pools = [Quantized(pool, scales) for pool in pools]
+        cache = paged.PagedCache(*pools)
         table = paged.PageTable(arrays["pages"], arrays["lengths"], jnp.ones(case.number_of_pages(), jnp.int32))
         given, query = mods(arrays), arrays["query"][0]
         if case.shared:

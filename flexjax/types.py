@@ -219,6 +219,8 @@ class Quantized:
     values   float8_e4m3fn, in the shape of the argument
     scales   positive floats: [B, heads], or [B, n, heads] (layout "BNTH": [B, heads, n]) with one for each of n blocks
              of tokens of the same length. B may be 1. They may be traced, and new ones compile nothing
+
+    In a `flexjax.paged.PagedCache` values are int8 or float8_e4m3fn pages, and scales [heads] or [pages, heads].
     """
 
     values: ArrayOrShape

@@ -1,6 +1,6 @@
 """Keys and values in pages: the pool, and how tokens are written to it and read from it.
 
-A quantised pool (int8, float8_e4m3fn) has scales, key = stored * scale, in two forms:
+A quantised pool (int8, float8_e4m3fn) is a Quantized with scales, key = stored * scale, in two forms:
 
     float32 [M]      given by the caller of `empty`, one for each key head, never changed
     float32 [P, M]   set by `append` with the first token of a page: 2 * max |token| / L, L = 127 or 448; the factor 2
@@ -32,6 +32,7 @@ from flexjax.paged.table import (
     grow,
 )
 from flexjax.rewrites.pages import tokens_of_pages
+from flexjax.types import Quantized
 
 Array = jax.Array
 
@@ -43,21 +44,33 @@ PLAIN = ("bfloat16", "float16", "float32", "float64")  # dtypes of pools without
 class PagedCache:
     """Keys and values of one layer in P pages; a pytree, made by `flexjax.paged.empty`.
 
-    key, value    [P, page, M, D] and [P, page, M, E], bfloat16, float16, float32 or float64; int8 or float8_e4m3fn
-    key_scales, value_scales  float32 [M] or [P, M], what a stored number is multiplied by; None if it is not quantised
+    key, value   [P, page, M, D] and [P, page, M, E], bfloat16, float16, float32 or float64; or a `flexjax.Quantized` of
+                 int8 or float8_e4m3fn with scales float32 [M] or [P, M]
     """
 
-    key: Array
-    value: Array
-    key_scales: Array | None = None
-    value_scales: Array | None = None
+    key: Array | Quantized
+    value: Array | Quantized
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, unwrapped(getattr(self, field.name)))
 
 
-jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value", "key_scales", "value_scales"], meta_fields=[])
+jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value"], meta_fields=[])
+
+
+class Stored(typing.NamedTuple):
+    """What the keys or values of a cache are: the pool, and the scales of a quantised one."""
+
+    pool: Array
+    scales: Array | None
+
+
+def stored(x: Array | Quantized) -> Stored:
+    if isinstance(x, Quantized):
+        return Stored(typing.cast(Array, x.values), typing.cast(Array, x.scales))
+    return Stored(x, None)
+
 
 Scales = float | Array | np.ndarray
 
@@ -94,11 +107,11 @@ def empty(
             raise bad_argument("scales", "given", f"None for {name}", "Only int8 and float8_e4m3fn pools have scales.")
         return PagedCache(key, value)
     if scales is None:
-        return PagedCache(key, value, *(jnp.ones((P, M), jnp.float32) for _ in range(2)))
+        return PagedCache(*(Quantized(x, jnp.ones((P, M), jnp.float32)) for x in (key, value)))
     pair = scales if isinstance(scales, tuple) else (scales, scales)
     if len(pair) != 2:
         raise bad_argument("scales", f"a tuple of {len(pair)}", "a pair (keys, values)", "Pass one for each.")
-    return PagedCache(key, value, *(_given_scale(x, M) for x in pair))
+    return PagedCache(*(Quantized(x, _given_scale(s, M)) for x, s in zip((key, value), pair, strict=True)))
 
 
 def _name_of(dtype: DTypeLike | None) -> str:
@@ -158,7 +171,8 @@ def append(
         )
     rows = table.lengths.shape[0]
     k, v = (
-        _new_tokens(name, x, like, rows, cu_q_lens) for name, x, like in (("k", k, cache.key), ("v", v, cache.value))
+        _new_tokens(name, x, stored(like).pool, rows, cu_q_lens)
+        for name, x, like in (("k", k, cache.key), ("v", v, cache.value))
     )
     if k.shape[:-2] != v.shape[:-2]:
         raise bad_argument("v", described(v), f"the tokens of k, {described(k)}", "Make them agree.")
@@ -201,16 +215,14 @@ def _appended(
     cache: PagedCache, table: PageTable, k: Array, v: Array, row: Array, place: Array, counts: Array
 ) -> tuple[PagedCache, PageTable]:
     """What `append` returns, for checked arguments: token i is number place[i] of counts[row[i]] of request row[i]."""
-    pool, page = cache.key.shape[:2]
+    pool, page = stored(cache.key).pool.shape[:2]
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     growth = grow(table, counts, page)
     position = growth.starts[row] + place
     pages = growth.table.pages
     column = jnp.clip(position // page, 0, pages.shape[1] - 1)
     at = Places(growth, jnp.where(place < growth.writes[row], pages[row, column], pool), position % page)
-    key, key_scales = _append_to(cache.key, cache.key_scales, k, at)
-    value, value_scales = _append_to(cache.value, cache.value_scales, v, at)
-    return PagedCache(key, value, key_scales, value_scales), growth.table
+    return PagedCache(_append_to(cache.key, k, at), _append_to(cache.value, v, at)), growth.table
 
 
 class Places(typing.NamedTuple):
@@ -221,8 +233,9 @@ class Places(typing.NamedTuple):
     slot: Array
 
 
-def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> tuple[Array, Array | None]:
-    """(pool, scales) with new tokens [tokens, M, D or E] written, after the copies of pages."""
+def _append_to(cached: Array | Quantized, tokens: Array, at: Places) -> Array | Quantized:
+    """Keys or values of a cache with new tokens [tokens, M, D or E] written, after the copies of pages."""
+    pool, scales = stored(cached)
     # scales [M] stay; [P, M] get an entry for each page that begins
     if scales is not None and scales.ndim == 2:
         most = jnp.max(jnp.abs(tokens.astype(jnp.float32)), -1)
@@ -240,12 +253,14 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
         return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
 
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:
-        return write(pool, tokens), scales
+        pool = write(pool, tokens)
+        return pool if scales is None else Quantized(pool, scales)
     # XLA for CPUs turns a pool of narrow floats to float32 for each update; as integers it is copied once
     bits = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
     as_bits = lambda x: lax.bitcast_convert_type(x, bits)
     on_cpu = lambda pool, tokens: lax.bitcast_convert_type(write(as_bits(pool), as_bits(tokens)), pool.dtype)
-    return lax.platform_dependent(pool, tokens, cpu=on_cpu, default=write), scales
+    pool = lax.platform_dependent(pool, tokens, cpu=on_cpu, default=write)
+    return pool if scales is None else Quantized(pool, scales)
 
 
 def _copy_pages(x: Array, growth: Growth) -> Array:
@@ -315,48 +330,54 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
     """
     check_table(table, check_cache(cache)[1])
 
-    def contiguous(x: Array, scales: Array | None) -> Array:
+    def contiguous(cached: Array | Quantized) -> Array:
+        x, scales = stored(cached)
         found = tokens_of_pages(jnp.asarray(x), scales, jnp.asarray(table.pages), jnp.float32)
         return found if dtype is None else found.astype(dtype)
 
-    return contiguous(cache.key, cache.key_scales), contiguous(cache.value, cache.value_scales)
+    return contiguous(cache.key), contiguous(cache.value)
 
 
 def check_cache(cache: object) -> tuple[int, int]:
     """(P, the number of pages, tokens of a page) of a cache. Raises ValueError."""
     if not isinstance(cache, PagedCache):
         raise bad_argument("cache", kind_of(cache), "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty.")
-    for name, array, letters in (("key", cache.key, "[P, page, M, D]"), ("value", cache.value, "[P, page, M, E]")):
+    for name, cached, letters in (("key", cache.key, "[P, page, M, D]"), ("value", cache.value, "[P, page, M, E]")):
+        array = stored(cached).pool
+        dtypes = LARGEST if isinstance(cached, Quantized) else PLAIN
         is_array = isinstance(array, Array | np.ndarray) and array.ndim == 4
-        if not is_array or array.dtype.name not in (*PLAIN, *LARGEST):
+        if is_array and array.dtype.name in LARGEST and not isinstance(cached, Quantized):
             raise bad_argument(
                 f"cache.{name}",
                 described(array),
-                f"{letters} of one of {', '.join((*PLAIN, *LARGEST))}",
+                "flexjax.Quantized(values, scales)",
+                "A quantised cache needs scales.",
+            )
+        if not is_array or array.dtype.name not in dtypes:
+            raise bad_argument(
+                f"cache.{name}{'.values' if dtypes is LARGEST else ''}",
+                described(array),
+                f"{letters} of one of {', '.join(dtypes)}",
                 "Cast or reshape it.",
             )
-    key, value = cache.key, cache.value
-    if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
+    key, value = stored(cache.key), stored(cache.value)
+    pool, page, heads = key.pool.shape[:3]
+    if value.pool.shape[:3] != key.pool.shape[:3] or value.pool.dtype != key.pool.dtype:
         raise bad_argument(
-            "cache.value", described(value),
-            f"{key.dtype.name} with the pages, tokens and heads of cache.key, {key.shape[:3]}",
+            "cache.value", described(value.pool),
+            f"{key.pool.dtype.name} with the pages, tokens and heads of cache.key, {key.pool.shape[:3]}",
             "Make them agree.",
         )  # fmt: skip
-    pool, page, heads = key.shape[:3]
     check_page("the page of cache.key", page)
-    for name, scales in (("key_scales", cache.key_scales), ("value_scales", cache.value_scales)):
-        if key.dtype.name in PLAIN:
-            if scales is not None:
-                raise bad_argument(
-                    f"cache.{name}", "given", f"None for {key.dtype.name}", "Only int8 and float8_e4m3fn have scales."
-                )
+    for name, scales in (("key", key.scales), ("value", value.scales)):
+        if scales is None:
             continue
         known = isinstance(scales, Array | np.ndarray) and scales.dtype == jnp.float32
-        if not known or scales.shape not in ((heads,), (pool, heads)):  # type: ignore[union-attr]
+        if not known or scales.shape not in ((heads,), (pool, heads)):
             raise bad_argument(
-                f"cache.{name}",
+                f"cache.{name}.scales",
                 described(scales),
                 f"float32[{heads}] or float32[{pool}, {heads}]",
-                "A quantised cache needs scales.",
+                "Give one for each key head, or for each page and key head.",
             )
     return pool, page

@@ -19,7 +19,7 @@ import numpy as np
 from flexjax.call.checks import CallSizes, CheckedArrays, check_sinks
 from flexjax.call.prepare import InPages
 from flexjax.errors import bad_argument
-from flexjax.paged.cache import LARGEST, PLAIN, PagedCache, check_cache, rows_of_tokens
+from flexjax.paged.cache import PLAIN, PagedCache, check_cache, rows_of_tokens, stored
 from flexjax.paged.shared_prefix import SharedPrefix
 from flexjax.paged.table import PageTable, check_int32, check_table, described
 from flexjax.parallel.explicit_axes import split_of
@@ -133,11 +133,12 @@ def check_rows(
         raise bad_argument("query", described(query), letters, todo)
     q = jnp.asarray(query)
     *lead, q_heads, head_dim = q.shape
-    kv_heads, key_dim = cache.key.shape[2:]
-    quantised = cache.key.dtype.name in LARGEST
+    key, value = stored(cache.key), stored(cache.value)
+    kv_heads, key_dim = key.pool.shape[2:]
+    stored_as, quantised = key.pool.dtype, key.scales is not None
     plain = q.dtype.name in PLAIN
-    if not plain or (not quantised and q.dtype != cache.key.dtype):
-        want = f"one of {', '.join(PLAIN)}" if quantised else f"{cache.key.dtype.name}, the dtype of the cache"
+    if not plain or (not quantised and q.dtype != stored_as):
+        want = f"one of {', '.join(PLAIN)}" if quantised else f"{stored_as.name}, the dtype of the cache"
         raise bad_argument("query", described(q), want, "Cast it.")
     if not ragged and lead[0] != requests:
         raise bad_argument(
@@ -162,17 +163,17 @@ def check_rows(
             "the heads, with origin=Origin(batch=..., head=...) for mods that read them."
         )
     inputs = CheckedArrays(
-        query=q[None] if ragged else q, key=jnp.asarray(cache.key), value=jnp.asarray(cache.value),
+        query=q[None] if ragged else q, key=jnp.asarray(key.pool), value=jnp.asarray(value.pool),
         sinks=check_sinks(sinks, q_heads, lead[-1], "BTNH"), query_extra=None, key_extra=None,
         sizes=CallSizes(
-            1 if ragged else requests, q_heads, kv_heads, lead[-1], columns * page, head_dim, cache.value.shape[3]
+            1 if ragged else requests, q_heads, kv_heads, lead[-1], columns * page, head_dim, value.pool.shape[3]
         ),
         dtype=q.dtype.name,
     )  # fmt: skip
     scales = None
-    if cache.key_scales is not None and cache.value_scales is not None:
-        scales = Scales(jnp.asarray(cache.key_scales), jnp.asarray(cache.value_scales))
-    in_pages = InPages(inputs, jnp.asarray(table.pages), page, cache.key.dtype.name if quantised else None, scales)
+    if key.scales is not None and value.scales is not None:
+        scales = Scales(jnp.asarray(key.scales), jnp.asarray(value.scales))
+    in_pages = InPages(inputs, jnp.asarray(table.pages), page, stored_as.name if quantised else None, scales)
     if isinstance(query_seq_lengths, int) and not isinstance(query_seq_lengths, bool):
         query_seq_lengths = np.full(requests, min(max(query_seq_lengths, 0), lead[-1]), np.int32)
     counts = None if query_seq_lengths is None else check_int32("query_seq_lengths", query_seq_lengths, (requests,))

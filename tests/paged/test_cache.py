@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax import paged
+from flexjax import Quantized, paged
 from tests.arrays import array
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
@@ -59,7 +59,8 @@ def test_a_page_takes_its_scale_from_its_first_token(dtype: str) -> None:
         one_by_one = append(*one_by_one, k[:, t : t + 1], v[:, t : t + 1])
     jax.tree.map(np.testing.assert_array_equal, (at_once, filled), one_by_one)
     pools = jax.tree.map(np.asarray, at_once)
-    for x, stored, scales in ((k, pools.key, pools.key_scales), (v, pools.value, pools.value_scales)):
+    for x, pool in ((k, pools.key), (v, pools.value)):
+        stored, scales = pool.values, pool.scales
         for page in range(2):
             part = x[0, page * PAGE : min(11, (page + 1) * PAGE)]
             top = np.abs(part[0]).max(-1)
@@ -121,8 +122,8 @@ def test_scales_that_are_given_stay() -> None:
     k, v = tokens(rng, 1, 9), tokens(rng, 1, 9, dim=E)
     cache, table = started([9], dtype="int8", scales=(array([0.5, 0.25]), 0.125))
     cache, table = append(cache, table, k, v)
-    assert cache.key_scales is not None
-    assert cache.key_scales.tolist() == [0.5, 0.25]
+    assert isinstance(cache.key, Quantized)
+    assert cache.key.scales.tolist() == [0.5, 0.25]
     keys, values = map(np.asarray, quick_jit(functools.partial(paged.gather, dtype="bfloat16"))(cache, table))
     assert keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(keys[0, :9, 0], np.rint(k[0, :, 0] / 0.5) * 0.5)
@@ -142,18 +143,20 @@ def test_a_donated_cache_is_updated_in_place(dtype: str) -> None:
     cache, table = started([5, 0], pool=256, dtype=dtype)
     k, v = jnp.ones((2, 3, M, D)), jnp.ones((2, 3, M, E))
     compiled = jax.jit(paged.append, donate_argnums=0).lower(cache, table, k, v).compile()
-    memory, pools = compiled.memory_analysis(), cache.key.nbytes + cache.value.nbytes
-    assert memory.alias_size_in_bytes >= pools
-    assert memory.temp_size_in_bytes < pools // 2
-    for pool in (cache.key, cache.value):
+    pools = [x for x in jax.tree.leaves(cache) if x.ndim == 4]
+    memory, size = compiled.memory_analysis(), sum(pool.nbytes for pool in pools)
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size // 2
+    for pool in pools:
         shape = f"[{','.join(map(str, pool.shape))}]"
         assert shape in compiled.as_text()
         assert not re.findall(rf"= \w+{re.escape(shape)}\S* copy\(", compiled.as_text())
 
 
 CACHE, TABLE = paged.empty(2, PAGE, M, D, dtype="float32"), paged.table(2, 3, 2, PAGE)
+BYTES = paged.empty(2, PAGE, M, D, dtype="int8")
 NEW = jnp.ones((2, 1, M, D))
-DTYPES = "bfloat16, float16, float32, float64, int8, float8_e4m3fn"
+DTYPES = "bfloat16, float16, float32, float64"
 # fmt: off
 ERRORS = [
     (lambda: paged.empty(0, 8, M, D, dtype="float32"),
@@ -161,9 +164,9 @@ ERRORS = [
     (lambda: paged.empty(2, 12, M, D, dtype="float32"),
      "`page` is 12; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
     (lambda: paged.empty(2, 8, M, D, dtype="int32"),
-     f"`dtype` is int32; expected one of {DTYPES}. Store the cache in one of these."),
+     f"`dtype` is int32; expected one of {DTYPES}, int8, float8_e4m3fn. Store the cache in one of these."),
     (lambda: paged.empty(2, 8, M, D, dtype=None),
-     f"`dtype` is None; expected one of {DTYPES}. Store the cache in one of these."),
+     f"`dtype` is None; expected one of {DTYPES}, int8, float8_e4m3fn. Store the cache in one of these."),
     (lambda: paged.empty(2, 8, M, D, dtype="int8", scales=(1.0, np.array([0.5, np.nan], np.float32))),
      "`scales` is [0.5, nan]; expected finite numbers above 0. Stored numbers are divided by them."),
     (lambda: paged.empty(2, 8, M, D, dtype="foo"),
@@ -216,10 +219,14 @@ ERRORS = [
      "`cache.value` is float32[1, 8, 2, 4]; expected float32 with the pages, tokens and heads of cache.key, (2, 8, 2). Make them agree."),
     (lambda: paged.gather(jax.tree.map(lambda x: x[:, :4], CACHE), TABLE),
      "`the page of cache.key` is 4; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
-    (lambda: paged.gather(dataclasses.replace(CACHE, key_scales=jnp.ones(2)), TABLE),
-     "`cache.key_scales` is given; expected None for float32. Only int8 and float8_e4m3fn have scales."),
-    (lambda: paged.gather(dataclasses.replace(paged.empty(2, 8, M, D, dtype="int8"), value_scales=None), TABLE),
-     "`cache.value_scales` is None; expected float32[2] or float32[2, 2]. A quantised cache needs scales."),
+    (lambda: paged.gather(dataclasses.replace(CACHE, key=Quantized(CACHE.key, jnp.ones(2))), TABLE),
+     "`cache.key.values` is float32[2, 8, 2, 4]; expected [P, page, M, D] of one of int8, float8_e4m3fn. Cast or reshape it."),
+    (lambda: paged.gather(dataclasses.replace(BYTES, key=BYTES.key.values), TABLE),
+     "`cache.key` is int8[2, 8, 2, 4]; expected flexjax.Quantized(values, scales). A quantised cache needs scales."),
+    (lambda: paged.gather(dataclasses.replace(BYTES, value=CACHE.value), TABLE),
+     "`cache.value` is float32[2, 8, 2, 4]; expected int8 with the pages, tokens and heads of cache.key, (2, 8, 2). Make them agree."),
+    (lambda: paged.gather(dataclasses.replace(BYTES, value=dataclasses.replace(BYTES.value, scales=jnp.ones(3))), TABLE),
+     "`cache.value.scales` is float32[3]; expected float32[2] or float32[2, 2]. Give one for each key head, or for each page and key head."),
 ]
 # fmt: on
 

@@ -135,8 +135,10 @@ def test_a_quantised_cache_against_float64(queries: int) -> None:
     for r, length in enumerate(lengths):
         held = pages[r, : -(-length // page)]
         key, value = (
-            (np.asarray(x)[held] * np.asarray(s, np.float64)[held][:, None, :, None]).reshape(-1, M, D)[:length]
-            for x, s in ((cache.key, cache.key_scales), (cache.value, cache.value_scales))
+            (np.asarray(x.values)[held] * np.asarray(x.scales, np.float64)[held][:, None, :, None]).reshape(-1, M, D)[
+                :length
+            ]
+            for x in (cache.key, cache.value)
         )
         for h in range(N):
             head, at = h * M // N, length - queries + np.arange(queries)

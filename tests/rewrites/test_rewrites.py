@@ -83,15 +83,13 @@ def with_lengths(tokens: int) -> dict[str, typing.Any]:
 def in_pages(tokens: int, dtype: str = "float32") -> GIVEN:
     page, columns = 16, 4
     stored = normal(B * columns + 3, page, 8, D), normal(B * columns + 3, page, 8, D)
-    scales = ()
     if dtype == "int8":
-        stored = tuple((x * 30).astype(dtype) for x in stored)
-        scales = tuple(jnp.abs(normal(8)) / 30 for _ in stored)
+        stored = tuple(flexjax.Quantized((x * 30).astype(dtype), jnp.abs(normal(8)) / 30) for x in stored)
     numbers = array(np.random.default_rng(1).permutation(B * columns + 3)[: B * columns].reshape(B, columns))
     table = flexjax.paged.PageTable(
-        numbers.at[1, 3].set(-7), array([50, 23]), jnp.zeros(len(stored[0]), jnp.int32), page
+        numbers.at[1, 3].set(-7), array([50, 23]), jnp.zeros(B * columns + 3, jnp.int32), page
     )
-    cache = flexjax.paged.PagedCache(*stored, *scales)
+    cache = flexjax.paged.PagedCache(*stored)
     query = normal(B, tokens, N, D)
     (part,) = prepare_paged(PagedArguments(query, cache, table, return_aux=AUX))
     return part.call.problem(None), part.call.operands

@@ -93,8 +93,8 @@ def check_quantised(stored: str, dtype: str, given: bool, dim: int, queries: int
     cache, table = quick_jit(paged.append)(cache, table, *tokens, query_seq_lengths=lengths)
     if not given:
         free = (table.uses == 0)[:, None]
-        spoilt = (jnp.where(free, jnp.nan, x) for x in (cache.key_scales, cache.value_scales))
-        cache = paged.PagedCache(cache.key, cache.value, *spoilt)
+        spoil = lambda x: dataclasses.replace(x, scales=jnp.where(free, jnp.nan, x.scales))
+        cache = paged.PagedCache(spoil(cache.key), spoil(cache.value))
     q = draw(2, 3, queries, N, dim).astype(dtype)
     got = jitted(
         interpret,

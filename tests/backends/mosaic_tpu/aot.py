@@ -266,20 +266,20 @@ def compile_paged(entry: str, chip: str) -> str:
     page, queries, kv_heads, stored, arguments = PAGED[entry]
     aval = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     pool = aval(stored, POOL // page, page, kv_heads, 128)
-    scales = () if stored == "bfloat16" else (aval("float32", POOL // page, kv_heads),) * 2
+    scales = () if stored == "bfloat16" else (aval("float32", POOL // page, kv_heads),)
 
-    def step(query: jax.Array, pages: jax.Array, lengths: jax.Array, *pools: jax.Array):
+    def step(query: jax.Array, pages: jax.Array, lengths: jax.Array, *pools: jax.Array | flexjax.Quantized):
         table = paged.PageTable(pages, lengths, jnp.zeros(POOL // page, jnp.int32), page)
         cache = paged.PagedCache(*pools)
         return flexjax.paged_attention(query, cache, table, implementation="mosaic_tpu", **arguments)
 
     rows = aval("bfloat16", 8, queries, 16, 128), aval("int32", 8, 4096 // page), aval("int32", 8)
-    given = (*rows, pool, pool, *scales)
-    compiled = compile_for(step, given, chip)
+    leaves, tree = jax.tree.flatten((*rows, *(flexjax.Quantized(pool, *scales) if scales else pool for _ in range(2))))
+    compiled = compile_for(lambda *flat: step(*jax.tree.unflatten(tree, flat)), leaves, chip)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
-    most = pool.size * pool.dtype.itemsize / 100 + sum(x.shape[0] * 512 for x in scales)
+    most = pool.size * pool.dtype.itemsize / 100 + 2 * sum(x.shape[0] * 512 for x in scales)
     assert memory.temp_size_in_bytes < most, f"{memory.temp_size_in_bytes} bytes of temporaries"
     return text
 

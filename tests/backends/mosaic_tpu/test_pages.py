@@ -165,8 +165,8 @@ def test_quantised_pages(stored: str, dtype: str, given: bool, queries: int) -> 
     want = definition(q.astype("float32"), cache, table, score_mod=by_request)
     if not given:
         free = (table.uses == 0)[:, None]
-        spoilt = (jnp.where(free, jnp.nan, x) for x in (cache.key_scales, cache.value_scales))
-        cache = paged.PagedCache(cache.key, cache.value, *spoilt)
+        spoil = lambda x: dataclasses.replace(x, scales=jnp.where(free, jnp.nan, x.scales))
+        cache = paged.PagedCache(spoil(cache.key), spoil(cache.value))
     attend = on_kernel(score_mod=by_request, block_kv=64)
     got = attend(q, cache, table)
     assert_same(got, want, 2e-5 if dtype == "float32" else 0.03)
