@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import core, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -41,9 +42,13 @@ Split = dict[str, Names]
 def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool, work: Split | None = None) -> list[Array]:
     """The arrays of a mask, computed on the device; several devices make those of their shares.
 
-    `work` has the explicit mesh axes that split the batch and the heads of the call; None: those that split the
-    captures.
+    They have the name "flexjax_lists", for policies of jax.checkpoint. `work` has the explicit mesh axes that split
+    the batch and the heads of the call; None: those that split the captures.
     """
+    return [checkpoint_name(x, "flexjax_lists") for x in _traced_lists(mask, captures, exact, work)]
+
+
+def _traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool, work: Split | None) -> list[Array]:
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
     bits = math.prod((*mask.heads, *mask.counts)) > transpose.LARGE
     for mesh in meshes:

@@ -105,11 +105,19 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
     return Installed([(op.AttentionOp, "apply_attention", apply_attention), (decoder, "get_remat_policy", policy)])
 
 
-def _as_context(policy: Policy | None) -> Policy | None:
-    """The policy of jax.checkpoint that treats the out and lse of flexjax as `policy` treats the name "context"."""
-    named = lambda name: "context" if name in ("flexjax_out", "flexjax_lse") else name
-    renamed = lambda params: {k: named(x) if k == "name" else x for k, x in params.items()}
-    return policy and (lambda primitive, *avals, **params: policy(primitive, *avals, **renamed(params)))
+def _as_context(policy: Policy | None) -> Policy:
+    """The policy of jax.checkpoint that treats the out and lse of flexjax as `policy` treats the name "context", and
+    keeps block lists: they are small, and all layers have the same."""
+
+    def as_context(primitive: typing.Any, *avals: typing.Any, **params: typing.Any) -> typing.Any:
+        name = params.get("name")
+        if name == "flexjax_lists":
+            return True
+        if name in ("flexjax_out", "flexjax_lse"):
+            params["name"] = "context"
+        return policy is not None and policy(primitive, *avals, **params)
+
+    return as_context
 
 
 class _Call(typing.NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import flexjax.nn
+from tests.cases.small import launches
 
 if importlib.util.find_spec("maxtext") is None:
     pytest.skip("flexjax.nn.maxtext adapts to MaxText: pip install maxtext", allow_module_level=True)
@@ -149,16 +150,17 @@ def test_the_largest_logits_are_recorded() -> None:
     np.testing.assert_allclose(layer.max_logits[...], seen[0], atol=2e-6)
 
 
-@pytest.mark.parametrize(("kept", "forwards"), [("context", 1), ("out_proj", 2)])
-def test_what_keeps_the_context_keeps_out_and_lse(kept: str, forwards: int) -> None:
-    options = types.SimpleNamespace(remat_policy="custom", tensors_on_device=[kept], tensors_to_offload=[])
+@pytest.mark.parametrize(("policy", "kept", "forwards"), [("custom", "context", 1), ("custom", "out_proj", 2), ("full", "", 2)])  # fmt: skip
+def test_what_is_computed_again_for_the_backward_pass(policy: str, kept: str, forwards: int) -> None:
+    """Out and lse where the policy keeps the context, and never block lists."""
+    options = types.SimpleNamespace(remat_policy=policy, tensors_on_device=[kept], tensors_to_offload=[])
     with flexjax.nn.maxtext.install():
         policy = NNXDecoder.get_remat_policy(types.SimpleNamespace(config=options))
-        attend = jax.checkpoint(lambda *qkv: attention_op()(*qkv, IDS, None, "train"), policy=policy)
-        program = jax.make_jaxpr(jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)))(*arrays())
-        options.remat_policy = "full"
-        assert NNXDecoder.get_remat_policy(types.SimpleNamespace(config=options)) is None
-    assert str(program).count("flexjax_forward[") == forwards
+        attend = jax.checkpoint(lambda *qkv: attention_op()(*qkv, IDS + 0, None, "train"), policy=policy)
+        program = jax.jit(jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2))).trace(*arrays()).jaxpr
+    found = launches(program.jaxpr)
+    assert found.count("flexjax_forward") == forwards
+    assert found.count("flexjax_block_lists") == 1
 
 
 def test_the_signature_is_that_of_maxtext() -> None:
