@@ -1,7 +1,11 @@
 """Pattern matches on programs: recognises forms of score and mask programs for which a kernel takes a faster way."""
 
+import functools
+import math
+from collections.abc import Mapping
+
 from flexjax.ir.operations import DIVISIONS, HASHES, REDUCTIONS
-from flexjax.ir.program import SCORE, UNIFORM, Atom, Linear, Lit, Op, Program, Step, Val, axes_of
+from flexjax.ir.program import INPUT_NAMES, SCORE, UNIFORM, Atom, Call, Linear, Lit, Op, Program, Step, Val, axes_of
 from flexjax.ir.ranges import is_integer
 
 
@@ -103,3 +107,30 @@ def _remainder(atom: Atom, made: dict[int, Step]) -> tuple[Linear, int] | None:
     if linear is None or not isinstance(m, Lit) or m.value < 1:
         return None
     return linear, m.value
+
+
+@functools.lru_cache(maxsize=512)
+def run_lengths(program: Program, axis: str) -> Mapping[int, int]:
+    """By id of a value: n, if the value changes along the axis ("q" or "kv") at multiples of n only; 0: nowhere.
+
+    So `kv // 64`, and what is made of it and of other indices, is one value for a row of a tile of 64 keys.
+    """
+    runs = {n: int(name in (axis, "score")) for n, name in enumerate(INPUT_NAMES)}
+    of = lambda atom: runs[atom.id] if isinstance(atom, Val) else 0
+    for step in program.steps:
+        run = math.gcd(*map(of, step.inputs))
+        if isinstance(step, Call):
+            run = min(run, 1)
+        elif run == 1 and isinstance(step, Op) and step.prim == "floordiv":
+            run = _run_of_quotient(step.inputs[0], step.inputs[1], axis)
+        runs |= {out.id: run for out in step.outs}
+    return runs
+
+
+def _run_of_quotient(dividend: Atom, divisor: Atom, axis: str) -> int:
+    """`run_lengths` of (index of the axis + c) // m with a literal m and no other terms; 1 for other quotients."""
+    linear = dividend.linear if isinstance(dividend, Val) else None
+    if linear is None or not isinstance(divisor, Lit) or divisor.value < 1:
+        return 1
+    alone = Linear(q=int(axis == "q"), kv=int(axis == "kv"), const=linear.const)
+    return math.gcd(divisor.value, linear.const) if linear == alone else 1

@@ -11,6 +11,7 @@ from flexjax.analysis import patterns
 from flexjax.call.arguments import Arguments
 from flexjax.call.prepare import prepare
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace.trace_mod import trace_mask_mod
 
 SLOPES = jnp.ones(2)
 
@@ -110,3 +111,24 @@ def test_hashes_and_loops_fill_registers(name: str) -> None:
     mask = plan(mask_mod=mask_mod).mask
     assert mask is not None
     assert patterns.fills_registers(mask) is fills
+
+
+def test_run_lengths() -> None:
+    words, row = jnp.zeros((4, 8), jnp.int32), jnp.zeros(64)
+    runs: dict[str, tuple[typing.Callable, int, int]] = {  # a mask, and the run of its result along q and kv
+        "index": (lambda b, h, q, k: k > 1, 0, 1),
+        "quotient": (lambda b, h, q, k: k // 16 > 1, 0, 16),
+        "quotient of a shifted index": (lambda b, h, q, k: (k + 40) // 16 > 3, 0, 8),
+        "quotients": (lambda b, h, q, k: k // 16 > q // 24, 24, 16),
+        "two of one axis": (lambda b, h, q, k: k // 16 + k // 24 > 1, 0, 8),
+        "load": (lambda b, h, q, k: words[h, k // 8] > q, 1, 8),
+        "load at all": (lambda b, h, q, k: row[q] > 0, 1, 0),
+        "difference": (lambda b, h, q, k: (q - k) // 16 > 1, 1, 1),
+        "multiple": (lambda b, h, q, k: 2 * k // 16 > 1, 0, 1),
+        "by no literal": (lambda b, h, q, k: k // (h + 1) > 1, 0, 1),
+        "head": (lambda b, h, q, k: (h + k) // 16 > 1, 0, 1),
+    }
+    for name, (mask, *want) in runs.items():
+        program = trace_mask_mod(mask, (2, 4, 64, 64)).program
+        got = [patterns.run_lengths(program, axis)[program.results[0].id] for axis in ("q", "kv")]
+        assert got == want, name

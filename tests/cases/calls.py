@@ -59,6 +59,8 @@ _TABLE = (
          captures=(("doc", documents(4, 2, 257)),), dtypes=("bfloat16",), slow=True),
     Case("neighbours", (2, 2, 2, 37, 129, 16, 16), mask="neighbours", traced=True,
          captures=(("neighbour", integers(129, 2, 37, 20)),)),
+    Case("chosen_blocks", (1, 4, 2, 129, 257, 16, 16), mask="chosen_blocks", traced=True, block=Block(64, batch=True, heads=True),
+         captures=(("word", integers(32, 1, 2, 129, 5)),), dtypes=TWO),
     Case("padded", (3, 2, 2, 65, 129, 16, 16), mask="key_lengths", block=Block(64, batch=True), layout="BNTH",
          captures=(("length", values(129, 1, 70)),), slow=True),
     Case("zero_lengths", (3, 2, 1, 37, 37, 16, 16), mask="both_lengths", traced=True,

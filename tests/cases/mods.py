@@ -382,6 +382,12 @@ def neighbours(c: Captures) -> Mod:
 
 
 @mask
+def chosen_blocks(c: Captures) -> Mod:
+    """A bit for each block of 64 keys, of a word that a tile of them reads once a row."""
+    return lambda b, h, q, k: (q >= k - 100) & ((c["word"][b, h // 2, q, k // 64] >> k // 64) & 1 == 1)
+
+
+@mask
 def chunked(c: Captures) -> Mod:
     return lambda b, h, q, k: (q // 48 == k // 48) & (q >= k)
 

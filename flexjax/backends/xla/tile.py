@@ -31,6 +31,7 @@ class XlaTile:
     guard      bool, broadcastable to the tile: which entries are visible. At the others floating operands become 1, so
                that the derivative of the evaluation has no NaN from them. None: operands as they are
     cotangent  of the new scores of the tile, for a derivative program that takes it (`Program.takes_cotangent`)
+    runs       of the program along the keys (`patterns.run_lengths`), if key blocks begin at multiples of their size
     indices    for each load that was evaluated, by id of its result: the values of its index in each dimension
     """
 
@@ -41,6 +42,7 @@ class XlaTile:
         score: Array | None = None,
         guard: Array | None = None,
         cotangent: Array | None = None,
+        runs: Mapping[int, int] | None = None,
     ):
         """The arguments are as the class docstring says; no load is evaluated yet."""
         self.region = region
@@ -48,6 +50,7 @@ class XlaTile:
         self.score = score  # raw scores, for a score program
         self.guard = guard
         self.cotangent = cotangent
+        self.runs = runs
         self.indices: dict[int, list[Array]] = {}
 
     def input(self, val: Val) -> Array:
@@ -98,8 +101,13 @@ class XlaTile:
         index = self.indices[load.out.id]
         if not index:
             return array.reshape(1, 1, 1, 1)
-        index = [jnp.broadcast_to(i, jnp.broadcast_shapes((1, 1, 1, 1), *(x.shape for x in index))) for i in index]
-        return array.at[tuple(index)].get(mode="clip")
+        width = self.region.bk
+        if self.runs and self.runs[load.out.id] and self.runs[load.out.id] % width == 0:
+            index = [
+                i[..., ::width] if i.ndim and i.shape[-1] > 1 else i for i in index
+            ]  # one element for each key block
+            return jnp.repeat(_gathered(array, index), width, -1)
+        return _gathered(array, index)
 
     def _read_slices(self, plan: SlicePlan, array: Array) -> Array:
         """One slice of `array`, padded to whole blocks (pad_captures), for each key block."""
@@ -124,3 +132,9 @@ class XlaTile:
 def _guarded(value: Array, guard: Array) -> Array:
     """A float value with 1 where `guard` is False; other values as they are."""
     return jnp.where(guard, value, jnp.ones_like(value)) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+
+def _gathered(array: Array, index: Sequence[Array]) -> Array:
+    """The elements at indices of rank 4, which broadcast."""
+    shape = jnp.broadcast_shapes((1, 1, 1, 1), *(x.shape for x in index))
+    return array.at[tuple(jnp.broadcast_to(i, shape) for i in index)].get(mode="clip")

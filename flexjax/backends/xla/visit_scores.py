@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from flexjax.analysis.patterns import run_lengths
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow, region_of
 from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile import XlaTile
@@ -157,7 +158,8 @@ def _mask(tiled: TiledOperands, region: Region) -> Array:
     program = tiled.plan.mask
     assert program is not None
     want = program.axes - {"delta"} | ({"q", "kv"} if "delta" in program.axes else set())
-    (mask,) = evaluate(program, XlaTile(region, tiled.mask_captures), [want])
+    runs = run_lengths(program, "kv") if tiled.plan.origin is None else None
+    (mask,) = evaluate(program, XlaTile(region, tiled.mask_captures, runs=runs), [want])
     return jnp.reshape(mask, (1,) * (4 - mask.ndim) + mask.shape)
 
 

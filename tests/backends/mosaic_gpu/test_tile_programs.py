@@ -36,6 +36,7 @@ FAR = array(RNG.choice([-(2**31), 2**31 - 1, 150], Q), jnp.int32)
 GAIN = jnp.float32(1.5)
 ENDS = array(RNG.choice([-(2**31), -7, 0, 5], Q), jnp.int32)
 DIVISORS = array(RNG.choice([-3, -1, 0, 4], KV), jnp.int32)
+WORDS = array(RNG.integers(-(2**31), 2**31, (B, Q, 4)), jnp.int32)
 
 
 def _hash(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
@@ -89,6 +90,10 @@ MODS: dict[str, typing.Callable] = {
     ),
     "chosen factors": lambda s, b, h, q, k: jnp.where(q > k, 3.0 * s, s) * GAIN * jnp.where(k % 2 == 0, -0.3, 0.7),
     "periods": lambda s, b, h, q, k: s + (3 * q - 5 * k + 7) % 8 + (q + k) % 64 * 0.1 + (k - 2 * q) % 32 - (q - k) % 4096,
+    "bits of blocks of a tile": lambda s, b, h, q, k: jnp.where((WORDS[b, q, k // 64] >> k // 64) & 1 == 1, s, -1.0),
+    "bits of smaller blocks": lambda s, b, h, q, k: jnp.where((WORDS[b, q, k // 512] >> k // 16) & 1 == 1, s, -1.0),
+    "blocks of both": lambda s, b, h, q, k: s * (q // 64 + k // 128) + TABLE[h, q // 64] * (WORDS[b, k // 64, 1] % 8),
+    "blocks from elsewhere": lambda s, b, h, q, k: s + (k + 32) // 64 + ROW[(k - 64) // 64] + (q + k) // 64,
     "hash": _hash,
     "distance": lambda s, b, h, q, k: s - jnp.abs(q - k).astype(jnp.float32) * 0.1,
     "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(jnp.log(s)), s, 0.0),
@@ -118,7 +123,7 @@ def test_which_loads_read_two_neighbours_at_once(number: int) -> None:
     assert not tile_programs.reads_pairs(load, "q", 127)
 
 
-def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool) -> np.ndarray:
+def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool, aligned: bool = True) -> np.ndarray:
     traced = trace_mod.trace_score_mod(mod, SIZES)
     assert programs_support.unsupported(traced.program) is None
 
@@ -126,7 +131,7 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
         *captures, out = refs
         program = tile_programs.TileProgram(
             traced.program, captures, SHAPE, tile_programs.Place(BATCH, HEAD), row_axis="kv" if transposed else "q",
-            overhangs=edge,
+            overhangs=edge, aligned=aligned,
         )  # fmt: skip
         with simulator.running(True):
             (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
@@ -155,6 +160,24 @@ def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
     )
 
 
+def test_a_quotient_is_one_number_of_a_tile_that_lies_in_a_block() -> None:
+    def kinds(mod: typing.Callable, shape: tuple[int, int], row_axis: str = "q") -> dict[str, str]:
+        """The narrowed steps by what they compute."""
+        program = trace_mod.trace_mask_mod(mod, SIZES).program
+        place = tile_programs.Place(BATCH, HEAD)
+        made = tile_programs.TileProgram(program, [], shape, place, row_axis=row_axis, aligned=True)
+        return {getattr(s, "prim", "load"): made.narrowed.get(s.outs[0].id, "") for s in program.steps}
+
+    bit = lambda b, h, q, k: (WORDS[b, q, k // 2048] >> k // 64) & 1 == 1
+    row = {"floordiv": "scalar", "load": "row", "shift_right_arithmetic": "row", "and": "row", "eq": "row"}
+    assert kinds(bit, (64, 64)) == row
+    assert kinds(bit, (64, 32)) == row
+    assert kinds(bit, (64, 128))["load"] == "row"
+    assert kinds(bit, (64, 128))["shift_right_arithmetic"] == ""
+    assert kinds(bit, (64, 128), "kv") == {name: kind.replace("row", "column") for name, kind in row.items()}
+    assert set(kinds(lambda b, h, q, k: (k + 16) // 64 == q // 64, (32, 32)).values()) == {"", "scalar", "column"}
+
+
 NO_FORM = {
     "nextafter": lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)),
     "top_k": lambda s, b, h, q, k: jax.lax.top_k(jnp.stack([s, 0.5 * s]), 1)[0][0],
@@ -167,6 +190,13 @@ NO_FORM = {
 def test_names_the_primitive_that_it_has_no_form_for(name: str) -> None:
     reason = programs_support.unsupported(trace_mod.trace_score_mod(NO_FORM[name], SIZES).program)
     assert reason == f"uses the primitive `{name}`, which has no form on a tile"
+
+
+def test_tiles_at_any_place_narrow_nothing() -> None:
+    score = array(RNG.normal(size=SHAPE), jnp.float32)
+    mod = MODS["bits of blocks of a tile"]
+    got = [on_tile(mod, score, False, False, aligned) for aligned in (False, True)]
+    np.testing.assert_array_equal(*got)
 
 
 def test_names_a_loop_that_is_not_unrolled() -> None:

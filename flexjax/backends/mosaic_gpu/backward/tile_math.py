@@ -143,7 +143,7 @@ class TileMath:
                 row_axis=self.row_axis,
                 overhangs=self.overhangs,
                 results=results,
-                even_columns=True,
+                aligned=True,
             ).at_rows(row0)
 
         return RowMath(

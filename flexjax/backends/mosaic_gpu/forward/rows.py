@@ -67,12 +67,12 @@ def program_at_rows(
     *,
     overhangs: bool,
     used_rows: int | None = None,
-    even_columns: bool = False,
+    aligned: bool = False,
 ) -> TileProgram | None:
     """A mod on tiles of `shape`, scalars and row vectors computed for the rows from `start` on; None without one."""
     if program is None:
         return None
-    made = TileProgram(program, refs, shape, place, overhangs=overhangs, used_rows=used_rows, even_columns=even_columns)
+    made = TileProgram(program, refs, shape, place, overhangs=overhangs, used_rows=used_rows, aligned=aligned)
     return made.at_rows(start)
 
 
@@ -100,7 +100,7 @@ def programs_at_rows(
     def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
         place = Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin))
         shape, overhangs = (tile.rows, tile.block_kv), setup.may_overhang
-        return program_at_rows(program, refs, shape, place, q_start, overhangs=overhangs, even_columns=True)
+        return program_at_rows(program, refs, shape, place, q_start, overhangs=overhangs, aligned=True)
 
     return Programs(
         at_rows(setup.plan.score, inputs.score),

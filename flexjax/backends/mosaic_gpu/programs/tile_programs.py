@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.analysis.bounds import bounds
+from flexjax.analysis.patterns import run_lengths
 from flexjax.backends.mosaic_gpu.machine import memory, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.machine.simulator import ordered
@@ -70,7 +71,7 @@ class TileProgram:
         overhangs: bool = False,
         results: tuple[int, ...] | None = None,
         used_rows: int | None = None,
-        even_columns: bool = False,
+        aligned: bool = False,
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars.
 
@@ -79,14 +80,17 @@ class TileProgram:
         overhangs      whether a tile may extend past the end of the attention matrix: loads then clamp their indices
         results        numbers of the program's results to compute; None: all
         used_rows      how many rows of a tile exist; the others repeat the last, so that they read no other address
-        even_columns   whether the first column of every tile has an even number
+        aligned        whether every tile begins at a multiple of its rows and columns
         """
         batch, head, origin = place
         self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
-        self.row_axis, self.overhangs, self.even_columns = row_axis, overhangs, even_columns
+        self.row_axis, self.overhangs = row_axis, overhangs
+        self.aligned = aligned and origin is None and used_rows is None
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
         self.bound: ir.Axes = frozenset()
+        # id -> the kind of a value that is the same in all rows or in all columns of a tile, though its axes vary there
+        self.narrowed: dict[int, str] = self._narrowed() if self.aligned else {}
         # id of a value -> the value on the tile
         self.env: dict[int, TileValue] = {
             ir.B: TileValue(SCALAR, jnp.asarray(batch, jnp.int32)),
@@ -237,6 +241,47 @@ class TileProgram:
             return ROW
         return COLUMN if axes in ({"q"}, {"kv"}) else TILE
 
+    def _narrowed(self) -> dict[int, str]:
+        """What `narrowed` is for tiles that begin at multiples of their rows and columns."""
+        column_axis = "kv" if self.row_axis == "q" else "q"
+        by_row, by_column = (run_lengths(self.program, axis) for axis in (self.row_axis, column_axis))
+        found: dict[int, str] = {}
+        for out in (out for step in self.program.steps for out in step.outs):
+            kind, (rows, columns) = self._kind(out.axes), self.shape
+            moves = (
+                kind in (ROW, TILE) and by_row[out.id] % rows,
+                kind in (COLUMN, TILE) and by_column[out.id] % columns,
+            )
+            less = (TILE if moves[1] else ROW) if moves[0] else COLUMN if moves[1] else SCALAR
+            if less != kind:
+                found[out.id] = less
+        return found
+
+    def _kind_of(self, atom: ir.Atom) -> str:
+        """The kind of the value of an atom on these tiles."""
+        found = self.narrowed.get(atom.id) if isinstance(atom, ir.Val) else None
+        return found or self._kind(ir.axes_of(atom))
+
+    def _stage(self, out: ir.Val) -> str:
+        """The stage at which a value is computed: its kind, and no earlier than the position of its tile is known."""
+        kind = self._kind(out.axes)
+        return kind if out.id not in self.narrowed or kind == ROW else COLUMN
+
+    def _dividend_of_first(self, step: ir.Step) -> ir.Linear | None:
+        """The dividend of a quotient that is the same in all elements of a tile, unlike its dividend; else None."""
+        if self.narrowed.get(step.outs[0].id) != SCALAR or not isinstance(step, ir.Op) or not step.inputs:
+            return None
+        dividend = step.inputs[0]
+        return dividend.linear if isinstance(dividend, ir.Val) and self._kind_of(dividend) != SCALAR else None
+
+    def _of_first(self, step: ir.Op) -> TileValue | None:
+        """A quotient from the first element of the tile, if `_dividend_of_first` is its dividend; else None."""
+        linear = self._dividend_of_first(step)
+        if linear is None:
+            return None
+        first = self._affine_value(linear, self.row_start, self.col_start)
+        return TileValue(SCALAR, apply(step, [first, self._value_of(step.inputs[1]).value], self.overhangs))
+
     def _compute(self, stage: str) -> None:
         """Computes, into `env`, every live step of this stage or an earlier one that is not computed yet."""
         allowed = {
@@ -248,7 +293,7 @@ class TileProgram:
         needed = self._ids_to_compute() if stage in (COLUMN, TILE) else None
         for step in self.program.steps:
             out = step.outs[0]
-            if out.id not in self.live or out.id in self.env or self._kind(out.axes) not in allowed:
+            if out.id not in self.live or out.id in self.env or self._stage(out) not in allowed:
                 continue
             if needed is not None and out.id not in needed:
                 continue
@@ -259,7 +304,7 @@ class TileProgram:
             elif isinstance(step, ir.Load):
                 self.env[out.id] = self._load(step)
             elif isinstance(step, ir.Op):
-                self.env[out.id] = self._affine(step) or self._operate(step)
+                self.env[out.id] = self._of_first(step) or self._affine(step) or self._operate(step)
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
 
@@ -299,12 +344,15 @@ class TileProgram:
         for step in reversed(self.program.steps):
             if step.outs[0].id not in needed or step.outs[0].id in self.env:
                 continue
-            # `_affine` and `_load` compute these from coefficients, without their operands.
+            # `_affine`, `_of_first` and `_load` compute these from coefficients, without their operands.
             if isinstance(step, ir.Op) and self._affine_source(step) is not None:
                 continue
-            if isinstance(step, ir.Load) and self._affine_steps(step) is not None:
+            if self._dividend_of_first(step) is not None:
                 continue
-            needed |= {a.id for a in step.inputs if isinstance(a, ir.Val)}
+            inputs = step.inputs
+            if isinstance(step, ir.Load) and (steps := self._affine_steps(step)) is not None:
+                inputs = [a for a, s in zip(inputs, steps, strict=True) if s is None]
+            needed |= {a.id for a in inputs if isinstance(a, ir.Val)}
         return needed
 
     def _value_of(self, atom: ir.Atom) -> TileValue:
@@ -529,7 +577,7 @@ class TileProgram:
             return None
         steps: list[tuple[int, int] | None] = []
         for atom in load.index:
-            if not ir.positions_of(ir.axes_of(atom)) - ir.UNIFORM:
+            if self._kind_of(atom) == SCALAR:
                 steps.append(None)
                 continue
             linear = typing.cast(ir.Val, atom).linear
@@ -541,7 +589,7 @@ class TileProgram:
     def _load(self, load: ir.Load) -> TileValue:
         """What a load reads on the current tile, in its inner dtype, by one read, `memory.load_affine` or a gather."""
         ref, dtype = self.refs[load.capture], load.out.dtype
-        kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
+        kind = self._kind_of(load.out)
         if kind == SCALAR:
             value = memory.load_scalar(ref, tuple(self._value_of(a).value for a in load.index))
         else:
@@ -556,8 +604,7 @@ class TileProgram:
                     else self._affine_value(typing.cast(ir.Linear, typing.cast(ir.Val, a).linear), row, col)
                     for a, s in zip(load.index, steps, strict=True)
                 )
-                even = self.even_columns and self.origin is None and self.used_rows is None
-                pairs = kind == TILE and even and reads_pairs(load, self.row_axis, ref.shape[-1])
+                pairs = kind == TILE and self.aligned and reads_pairs(load, self.row_axis, ref.shape[-1])
                 value = memory.load_affine(ref, index, steps, kind, size, self.used_rows, pairs)
             else:
                 value = self._gather(load, kind, size)
