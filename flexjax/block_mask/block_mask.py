@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from flexjax.block_mask import build, picture, transpose
+from flexjax.block_mask.chosen import from_chosen as chosen_blocks
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
 from flexjax.errors import bad_argument, public
@@ -57,7 +58,7 @@ class BlockMask(Parts):
         if not self.lists_decide:
             return inside
         self._refuse_stack()
-        partial, full = self._flags()
+        partial, full = self.flags()
 
         @own
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -80,15 +81,6 @@ class BlockMask(Parts):
         return lambda b, h, q_idx, kv_idx: mask_mod(
             b, h, query_positions(*placed, b, q_idx), key_positions(*placed, b, kv_idx)
         )
-
-    def _flags(self) -> tuple[Array, Array]:
-        """(partial, full): whether a list names the block, bool [B, H, q_blocks, kv_blocks]."""
-        columns = self.blocks[1]
-        if self.in_bits:
-            partial, full = (transpose.flags_of_bits(jnp.asarray(x), columns) for x in self.bits or ())
-            return partial, full
-        partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
-        return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
     @property
     @own
@@ -133,7 +125,7 @@ class BlockMask(Parts):
     def to_dense(self) -> Array:
         """int32 [B, H, q_blocks, kv_blocks]: 1 for visited blocks, else 0. ValueError for a stack of masks."""
         self._refuse_stack()
-        partial, full = self._flags()
+        partial, full = self.flags()
         return (partial | full).astype(jnp.int32)
 
     @own
@@ -150,7 +142,7 @@ class BlockMask(Parts):
             entries = jax.vmap(entries, in_axes=tuple(0 if i == axis else None for i in range(4)))
         on = entries(jnp.arange(b, dtype=jnp.int32), jnp.arange(h, dtype=jnp.int32), q, kv)
         spread = lambda flags: flags[:, :, q // self.block_size[0]][:, :, :, kv // self.block_size[1]]
-        partial, full = self._flags()
+        partial, full = self.flags()
         return (spread(partial) & on) | spread(full)
 
     @own
@@ -199,6 +191,36 @@ class BlockMask(Parts):
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))
+
+    @classmethod
+    @public
+    @own
+    def from_chosen_blocks(
+        cls,
+        chosen: Array,
+        block_size: int | tuple[int, int] = 64,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        mask_mod: MaskMod | None = None,
+        heads: int | None = None,
+    ) -> "BlockMask":
+        """A block mask of the key blocks that each query chose, as in NSA and MoBA.
+
+        chosen       integers [B, H, T, n]: numbers of key blocks, in any order, also repeated; -1 for none; B and H may
+                     be 1. T is q_len, or a divisor of it: then each choice is that of q_len / T neighbouring queries
+        block_size   tokens of a key block; or (queries, keys), by default 128 queries: those whose choices are joined
+                     in one row of the lists
+        q_len        by default T
+        kv_len       by default q_len
+        mask_mod     hides entries of chosen blocks, such as masks.causal; None: all of a chosen block is visible
+        heads        the query heads of the call, a multiple of H, where neighbouring heads share a choice; by default H
+
+        `chosen` may be traced, and has no gradient. A kernel visits, for each row of the lists, the union of what its
+        queries chose, and hides from each query what it did not choose. Raises ValueError for shapes, dtypes, lengths,
+        heads or block numbers that do not fit. In a traced array a number out of range chooses nothing.
+        """
+        return cls.of(chosen_blocks(chosen, block_size, q_len, kv_len, mask_mod, heads))
 
     @own
     def __getitem__(self, index: object) -> "BlockMask":

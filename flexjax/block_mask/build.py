@@ -47,7 +47,7 @@ def from_mask_mod(
             "exact", repr(exact), "True, False or None", "None evaluates entries where that is little work."
         )
     batch, heads, q_len, kv_len = dims
-    sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
+    sizes = (length_of("q_len", q_len), length_of("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))
     table = table_of(origin, counts[0] or 1, sizes[:2])
     known = reach_of(origin, table, (counts[0] or 1, counts[1] or 1, *sizes[:2]))
@@ -98,7 +98,7 @@ def from_traced(
             )
         heads = (max(heads[0], layout.rows), heads[1])
     mask = BlockedMask(traced.program, heads, sizes, layout)
-    rows, columns = mask.counts
+    rows = mask.counts[0]
     if any(isinstance(a, Tracer) for a in given):
         lists = traced_lists(mask, given, bool(exact), work)
         return parts_of(lists, tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows), origin=origin)
@@ -106,12 +106,25 @@ def from_traced(
         split = any(explicit_names(jax.typeof(a).sharding.mesh) for a in given)
         known = [jnp.asarray(np.asarray(a)) for a in given] if split else given
     with eager_without_mesh():
-        partial, full = classify_on_host(mask, known, exact)
+        pairs = classify_on_host(mask, known, exact)
+    return parts_of_places(pairs, traced, heads, sizes, origin)
+
+
+def parts_of_places(
+    pairs: tuple[np.ndarray, np.ndarray],
+    traced: TracedMod,
+    heads: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    origin: OriginTable | None = None,
+) -> Parts:
+    """The block mask whose (partial, full) blocks are at these coordinates [n, 4]; the rest is as in `from_traced`."""
+    rows, columns = cdiv(sizes[0], sizes[2]), cdiv(sizes[1], sizes[3])
     grid = ((*heads, rows), (*heads, columns))
-    pairs = (partial, full)
     widths = [transpose.longest_row(places, grid[0]) for places in pairs]
     q_widths = [transpose.longest_row(transpose.transposed_places(places), grid[1]) for places in pairs]
-    if given:  # rounded up, because another call with other values of the arrays should have the same shapes
+    if traced.arrays or (
+        origin and origin.starts
+    ):  # rounded up, because another call with other values of the arrays should have the same shapes
         widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the lists are constants of the program
@@ -154,7 +167,7 @@ def from_lists(
         )
     block_q, block_kv = block_sizes(block_size)
     given = (q_len, kv_len)
-    q_len = num.shape[2] * block_q if q_len is None else _length("q_len", q_len)
+    q_len = num.shape[2] * block_q if q_len is None else length_of("q_len", q_len)
     if cdiv(q_len, block_q) != num.shape[2]:
         raise bad_argument(
             "q_len",
@@ -162,7 +175,7 @@ def from_lists(
             f"a length of {num.shape[2]} blocks of {block_q} queries, the third dim of kv_num_blocks",
             "Pass the number of queries that the lists were made for.",
         )
-    kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
+    kv_len = _kv_len(lists, block_kv) if kv_len is None else length_of("kv_len", kv_len)
     columns = cdiv(kv_len, block_kv)
     if any(isinstance(x, Tracer) for x in (num, index, full_num, full_index)):
         num, index = in_range(num, index, columns)
@@ -296,7 +309,7 @@ def block_sizes(block_size: object) -> tuple[int, int]:
     return int(queries), int(keys)
 
 
-def _length(name: str, value: object) -> int:
+def length_of(name: str, value: object) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
         raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
     return int(value)

@@ -130,6 +130,15 @@ class Parts:
         """How many (query blocks, key blocks) the attention matrix has."""
         return (cdiv(self.q_len, self.block_size[0]), cdiv(self.kv_len, self.block_size[1]))
 
+    def flags(self) -> tuple[Array, Array]:
+        """(partial, full): whether a list names the block, bool [B, H, q_blocks, kv_blocks]."""
+        columns = self.blocks[1]
+        if self.in_bits:
+            partial, full = (transpose.flags_of_bits(jnp.asarray(x), columns) for x in self.bits or ())
+            return partial, full
+        partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
+        return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
+
 
 for _n, _name in enumerate(ARRAY_FIELDS[:4]):
     setattr(Parts, _name, ListArray(_name, _n // 2, counts=_n % 2 == 0))
