@@ -159,6 +159,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+@pytest.fixture(autouse=True)
+def _forget_lowered_passes() -> None:
+    """A test may replace what lowers them."""
+    from flexjax.passes import lowered
+
+    lowered.forget()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_programs():
     """Between files, when there are many: together they fill the memory, and small ones are of use to the next file."""

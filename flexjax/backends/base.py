@@ -60,6 +60,7 @@ class Backend(typing.Protocol):
 
     name: str
     simulates_in_jit: bool  # whether kernels simulated by `kernel_options.interpret` may be part of a jitted function
+    slow_to_lower: bool  # whether a pass takes so long to lower that its module is kept for the next equal one
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can.

@@ -23,7 +23,7 @@ from flexjax.errors import add_note_once, hide_frames
 from flexjax.mod_tools.settings import check_finite, own
 from flexjax.parallel import auto_axes
 from flexjax.parallel.gathers import warn_of_whole_calls
-from flexjax.passes import dispatch
+from flexjax.passes import dispatch, lowered
 from flexjax.passes.dispatch import Run
 from flexjax.plan import tuned
 from flexjax.plan.problem import Problem
@@ -119,13 +119,16 @@ def make_primitive(
                     "flex_attention without them (jax.grad and jax.vmap may stay), or leave out "
                     "kernel_options.interpret."
                 )
-            inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
+            code = functools.partial(function, run=run, problem=problem, **params)
             with (
                 problem.settings(),
                 targets.as_seen_by_pallas(target),
                 run.backend.lowering(ctx.module_context, target),
             ):
-                return inlined(ctx.replace(avals_in=plain), *flat, problem=problem, **params)
+                if run.backend.slow_to_lower and not problem.plan.options.interpret and lowered.fits(ctx):
+                    key = (name, target, problem, *sorted(params.items()))
+                    code = lowered.as_call(code, plain, ctx.module_context.platforms[0], key)
+                return mlir.lower_fun(code, multiple_results=True)(ctx.replace(avals_in=plain), *flat)
         except Exception as error:
             add_note_once(error, problem.call)
             hide_frames(error)

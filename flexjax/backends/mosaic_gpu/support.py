@@ -141,6 +141,7 @@ class MosaicGpu:
     """The Mosaic GPU backend (see backends/base.py)."""
 
     name = "mosaic_gpu"
+    slow_to_lower = True
     simulates_in_jit = False  # ordered effects, whose tokens a lowering rule does not get
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
@@ -214,7 +215,7 @@ class MosaicGpu:
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering/lowering.py)."""
-        return lowering.lowering(target)
+        return lowering.lowering(module, target)
 
 
 BACKEND = MosaicGpu()

@@ -31,6 +31,7 @@ class MosaicTpuBackend:
 
     name = "mosaic_tpu"
     simulates_in_jit = True
+    slow_to_lower = True
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """The sentence of the refusal; without a target, the chip with the most VMEM decides."""

@@ -36,6 +36,7 @@ class DenseBackend:
 
     name = "reference"
     simulates_in_jit = True  # nothing is simulated
+    slow_to_lower = False
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         return None

@@ -22,6 +22,7 @@ class XlaBackend:
 
     name = "xla"
     simulates_in_jit = True  # nothing is simulated
+    slow_to_lower = False
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """None: it runs every plan, and cuts a tile of the options that does not fit (tile_sizes.choose_tile_sizes)."""

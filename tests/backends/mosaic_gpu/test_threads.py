@@ -74,7 +74,7 @@ def test_one_thread_of_a_warpgroup_draws_however_many_threads_lower(
 def test_passes_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rest of Mosaic's globals this process has one user."""
     module: Any = None
-    monkeypatch.setattr(lowering, "_faster", lambda target: lowering.contextlib.nullcontext())
+    monkeypatch.setattr(lowering, "_faster", lambda module, target: lowering.contextlib.nullcontext())
     inside: list[bool] = []
 
     def other() -> None:

@@ -21,10 +21,11 @@ import logging
 import os
 import threading
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
 
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu.lowering import simplified_module
@@ -48,13 +49,13 @@ MOST_THREADS = 8  # the most threads in which kernels compile
 
 
 @contextlib.contextmanager
-def lowering(target: Target) -> Iterator[None]:
+def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
     """A context: kernels lowered inside share hashes and are simplified, and afterwards compile in threads."""
     before = attempt(operations_so_far)
     with prepared_kernels():
         yield
     if before is not None:
-        attempt(compile_new_kernels, before, target)
+        attempt(compile_new_kernels, before, module, target)
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
@@ -109,18 +110,31 @@ def operations_so_far() -> "list[ir.OpView]":
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compile_new_kernels(before: "list[ir.OpView]", target: Target) -> None:
+def compile_new_kernels(before: "list[ir.OpView]", module: mlir.ModuleContext, target: Target) -> None:
     """Starts to compile the Mosaic GPU kernels since `before`, if the target is a GPU of this process."""
     from jax.extend.mlir import ir
 
     gpu = gpu_of_this_process(target)
     if gpu is None:
         return
-    for operation in operations_so_far()[len(before) :]:
+    for operation in with_called(operations_so_far()[len(before) :], module):
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
         if ir.StringAttr(operation.attributes["call_target_name"]).value == TARGET:
             start_compiling(kernel_of(ir.DictAttr(operation.attributes[CONFIG])), gpu)
+
+
+def with_called(operations: "Iterable[ir.OpView]", module: mlir.ModuleContext) -> "Iterator[ir.OpView]":
+    """The operations, and after each call those of the function that it calls."""
+    from jax.extend.mlir import ir
+
+    for operation in operations:
+        yield operation
+        if operation.operation.name == "func.call":
+            symbols: typing.Any = module.symbol_table
+            called = symbols[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
+            for block in called.regions[0].blocks:
+                yield from with_called(block.operations, module)
 
 
 def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":

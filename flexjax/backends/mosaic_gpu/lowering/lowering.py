@@ -5,6 +5,8 @@ import gc
 import threading
 from collections.abc import Iterator
 
+from jax.interpreters import mlir
+
 from flexjax.backends.target import Target
 
 LOWERING_LOCK = threading.RLock()
@@ -12,9 +14,9 @@ LOWERING_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
-def lowering(target: Target) -> Iterator[None]:
+def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
     """A context in which one pass of a call is lowered for `target`; other Python threads wait."""
-    with LOWERING_LOCK, collector_paused(), _faster(target):
+    with LOWERING_LOCK, collector_paused(), _faster(module, target):
         yield
 
 
@@ -33,7 +35,7 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _faster(target: Target) -> Iterator[None]:
+def _faster(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
     """`compile_ahead.lowering` with `shortcuts`; both only save time, and may lack what they import."""
     try:
         from flexjax.backends.mosaic_gpu.lowering import compile_ahead
@@ -41,6 +43,6 @@ def _faster(target: Target) -> Iterator[None]:
     except ImportError:
         found = contextlib.nullcontext(), contextlib.nullcontext()
     else:
-        found = lowering_shortcuts.shortcuts(), compile_ahead.lowering(target)
+        found = lowering_shortcuts.shortcuts(), compile_ahead.lowering(module, target)
     with found[0], found[1]:
         yield
