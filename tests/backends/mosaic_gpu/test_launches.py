@@ -111,9 +111,10 @@ def served(stored: str) -> tuple[int, int, int, int]:
 
     given = rows(HEADS), rows(KEY_HEADS), rows(KEY_HEADS), cache, table
     compiled = compile_hopper.compile_for_hopper(step, *given, donate_argnums=(3, 4))
-    memory, shape = compiled.memory_analysis(), ",".join(map(str, cache.key.shape))
+    pool_of = max(jax.tree.leaves(cache.key), key=lambda x: x.ndim)
+    memory, shape = compiled.memory_analysis(), ",".join(map(str, pool_of.shape))
     copies = re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert)\(", compiled.as_text())
-    pools = cache.key.size * cache.key.dtype.itemsize * 2
+    pools = pool_of.size * pool_of.dtype.itemsize * 2
     return memory.temp_size_in_bytes, pools, memory.alias_size_in_bytes, len(copies)
 
 
