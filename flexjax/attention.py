@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.reference.definition import reference_attention
-from flexjax.call import float8_scales
+from flexjax.call import expectations, float8_scales
 from flexjax.call.arguments import Arguments, Keywords, describe_call, with_signature
 from flexjax.call.dropout import dense_keep, key_words
 from flexjax.call.prepare import PreparedCall, prepare
@@ -85,7 +85,7 @@ def flex_attention(
                  A jax scalar may be traced and gets a gradient
     sinks        [N] logits: one more column of the softmax, without a value; lse includes it
     layout       "BTNH" or "BNTH", the order of the axes of query, key, value, the extra features and out
-    return_aux   AuxRequest(lse=, max_scores=, total=): also return an AuxOutput
+    return_aux   AuxRequest(lse=, max_scores=, total=, expectations=): also return an AuxOutput
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or
                  several, which are asked in this order
     kernel_options  KernelOptions: tile sizes, split-KV, instruction, determinism, simulation
@@ -181,6 +181,7 @@ def with_aux(results: Results, arguments: Returning) -> Array | tuple[Array, Aux
         statistic if return_aux.lse else None,
         results.max_scores if return_aux.max_scores else None,
         statistic if return_aux.total else None,
+        None if results.expectations is None else expectations.named(return_aux, results.expectations),
     )
 
 
@@ -200,12 +201,13 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
     query, key, value = operands.query, operands.key, operands.value
     if plan.float8:
         query, key, value = float8_scales.dequantised((query, key, value), arguments)
-    out, lse, top = reference_attention(
+    out, lse, top, *found = reference_attention(
         query,
         key,
         value,
         score_mod=None if score_mod is None else users(lift_numpy(score_mod)[0]),
         weights=None if call.weights is None else users(lift_numpy(call.weights.function)[0]),
+        expectations=[users(lift_numpy(f)[0]) for f in expectations.functions_of(arguments.return_aux).values()],
         mask_mod=None if mask_mod is None else users(lift_numpy(mask_mod)[0]),
         indices=indices,
         mask=None if block_mask is None else block_mask.to_mask(),
@@ -219,4 +221,5 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
         lengths=operands.lengths or NONE,
     )
     dtype = plan.score_dtype
-    return Results(out.astype(plan.dtype), lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)
+    top = top.astype(dtype) if plan.max_scores else None
+    return Results(out.astype(plan.dtype), lse.astype(dtype), top, None, *(x.astype(dtype) for x in found))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -94,14 +94,30 @@ class AuxRequest:
     max_scores   the largest score of each row, without the sink, same shape and dtype, without a gradient
     total        of a call with `weights`: the sum of the weights of a row, before dropout; as lse, which such a call
                  does not have
+    expectations {name: f}: for each f(score, b, h, q_idx, kv_idx) -> number, on scalars, of the score after score_mod,
+                 the sum over keys of p * f, or of the weight * f with `weights`; as lse. Dropout does not count, a sink
+                 counts in p, and a row without visible keys gives 0. Where the score is -inf, f does not count. Kernels
+                 take at most four (docs/expectations.md)
+
+    Example, the entropy of each row:
+
+        asked = AuxRequest(lse=True, expectations={"score": lambda s, b, h, q, k: s})
+        out, aux = flex_attention(q, k, v, return_aux=asked)
+        entropy = aux.lse - aux.expectations["score"]
     """
 
     lse: bool = False
     max_scores: bool = False
     total: bool = False
+    expectations: Mapping[str, ScoreMod] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_flags("return_aux", self)
+        given = self.expectations
+        if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+            raise bad_argument(
+                "return_aux.expectations", repr(given), "a dict from names to functions, or None", 'Pass {"name": f}.'
+            )
 
 
 class AuxOutput(typing.NamedTuple):
@@ -110,6 +126,7 @@ class AuxOutput(typing.NamedTuple):
     lse: jax.Array | None = None
     max_scores: jax.Array | None = None
     total: jax.Array | None = None
+    expectations: dict[str, jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

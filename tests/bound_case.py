@@ -88,6 +88,8 @@ class BoundCase:
         if case.weights is not None:
             options["weights"] = case.weighting(captured)
             asked = flexjax.AuxRequest(total=True)
+        if case.expectations:
+            asked = dataclasses.replace(asked, expectations=case.functions(captured))
         if case.block is None:
             options["mask_mod"] = mask_mod
         else:
@@ -110,6 +112,8 @@ class BoundCase:
             **options,
         )
         found = dict(out=out, lse=aux.total if case.weights else aux.lse, max_scores=aux.max_scores)
+        if aux.expectations is not None:
+            found["expectations"] = jnp.stack([aux.expectations[name] for name in case.expectations], -1)
         return {n: self._turned(x) for n, x in found.items() if x is not None}
 
     def loss(self, inputs: Arrays, learn: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays]:
@@ -119,6 +123,8 @@ class BoundCase:
         lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0.0)
         wide = jnp.promote_types(self.dtype, jnp.float32)
         total = jnp.sum(results["out"].astype(wide) * weights["w"].astype(wide))
+        if self.case.expectations:
+            total += oracle.loss_of_expectations(results["expectations"], weights["u"].astype(wide))
         return total + jnp.sum(lse * weights["u"].astype(wide)), results
 
     def keep(self) -> np.ndarray | None:

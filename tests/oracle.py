@@ -56,16 +56,18 @@ def attention_values(
 
     keep  bool [B, N, T, S]: which probabilities dropout keeps
 
-    Of a case with weights lse is the total, 0 in rows that do not exist.
+    Of a case with weights lse is the total, 0 in rows that do not exist. `expectations` are [B, N, T, n].
     """
     rows, entries = existing(case)
     scores = np.where(entries, _masked_scores(case, inputs, captured), -np.inf)
     B, N, T, S = scores.shape
     if case.weights is not None:
         weights = _weights(case, captured, scores)
+        sums = _expectations(case, captured, scores, weights)
         kept = weights if keep is None else weights * keep / (1 - case.dropout)
         out = np.einsum("bhqk,bhke->bhqe", kept, _repeated(inputs["v"], N))
-        return dict(out=out, lse=weights.sum(-1), max_scores=scores.max(axis=-1, initial=-np.inf))
+        top = scores.max(axis=-1, initial=-np.inf)
+        return dict(out=out, lse=weights.sum(-1), max_scores=top) | sums
     columns = scores
     if "sinks" in inputs:
         sink = np.broadcast_to(inputs["sinks"][None, :, None, None], (B, N, T, 1))
@@ -74,6 +76,7 @@ def attention_values(
     weights = np.exp(columns - np.where(np.isfinite(top), top, 0.0))
     total = weights.sum(axis=-1, keepdims=True)
     probs = (weights / np.where(total == 0, 1.0, total))[..., :S]
+    sums = _expectations(case, captured, scores, probs)
     if keep is not None:
         probs = probs * keep / (1 - case.dropout)
     value = _repeated(inputs["v"], N)
@@ -83,7 +86,13 @@ def attention_values(
         out=np.einsum("bhqk,bhke->bhqe", probs, value),
         lse=np.where(rows, lse[..., 0], -np.inf),
         max_scores=scores.max(axis=-1, initial=-np.inf),
+        **sums,
     )
+
+
+def loss_of_expectations(sums: Any, u: Any) -> Any:
+    """The part of the loss that is of expectations [B, N, T, n], from `u` of the inputs."""
+    return (sums * u[..., None] * (np.arange(1, 1 + sums.shape[-1], dtype=np.float32) / 4)).sum()
 
 
 def existing(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -115,15 +124,27 @@ def _masked_scores(case: Case, inputs: Arrays, captured: Arrays) -> np.ndarray:
 
 def _weights(case: Case, captured: Arrays, scores: np.ndarray) -> np.ndarray:
     """The weights of scores [B, N, T, S] that are -inf at hidden entries, 0 there."""
+    return _at_entries(case.weighting, captured, scores)
+
+
+def _expectations(case: Case, captured: Arrays, scores: np.ndarray, probs: np.ndarray) -> dict[str, np.ndarray]:
+    """`expectations` [B, N, T, n] of probabilities, or weights, of scores [B, N, T, S] that are -inf at hidden entries."""
+    found = []
+    for name in case.expectations:
+        function = lambda captured, name=name: case.functions(captured)[name]
+        found.append((probs * _at_entries(function, captured, scores)).sum(-1))
+    return {"expectations": np.stack(found, -1)} if found else {}
+
+
+def _at_entries(make: Callable[[Arrays], Any], captured: Arrays, scores: np.ndarray) -> np.ndarray:
+    """The function `make(captured)` at each entry of scores [B, N, T, S]; 0 where they are -inf."""
     if scores.size == 0:
         return scores
     on = scores != -np.inf
 
     def evaluate(captured: Arrays, scores: jax.Array) -> jax.Array:
         at = [i.ravel() for i in jnp.indices(scores.shape, dtype=jnp.int32)]
-        weighting = case.weighting(captured)
-        assert weighting is not None
-        return jax.vmap(weighting)(scores.ravel(), *at).reshape(scores.shape)
+        return jax.vmap(make(captured))(scores.ravel(), *at).reshape(scores.shape)
 
     with jax.enable_x64(True):
         return np.where(on, _quick_jit(evaluate)(captured, np.where(on, scores, 0.0)), 0.0)
@@ -146,7 +167,8 @@ def _entry_by_entry(case: Case) -> Callable[[Arrays, np.ndarray], tuple[jax.Arra
 def loss_value(inputs: Arrays, results: dict[str, np.ndarray]) -> float:
     """The scalar whose gradients are compared: `sum(out * w) + sum(lse * u over rows with a finite lse)`."""
     lse = np.where(np.isfinite(results["lse"]), results["lse"], 0.0)
-    return float(np.sum(results["out"] * inputs["w"]) + np.sum(lse * inputs["u"]))
+    more = loss_of_expectations(results["expectations"], inputs["u"]) if "expectations" in results else 0.0
+    return float(np.sum(results["out"] * inputs["w"]) + np.sum(lse * inputs["u"]) + more)
 
 
 # ---------------------------------------------------------------------------- gradients, by jax in float64
@@ -159,11 +181,13 @@ def reference_results(
     rows, entries = existing(case) if any(case.lengths) else (True, None)
     score_mod, mask_mod = case.mods(captured)
     extras = {name: inputs[name] for name in ("sinks", "query_extra", "key_extra") if name in inputs}
-    out, lse, max_scores = reference_attention(
+    out, lse, max_scores, *sums = reference_attention(
         inputs["q"], inputs["k"], inputs["v"], score_mod=score_mod, mask_mod=mask_mod, scale=case.scale,
-        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, mask=entries, weights=case.weighting(captured), **extras,
+        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, mask=entries, weights=case.weighting(captured),
+        expectations=tuple(case.functions(captured).values()), **extras,
     )  # fmt: skip
-    return dict(out=out, lse=jnp.where(rows, lse, -jnp.inf if case.weights is None else 0.0), max_scores=max_scores)
+    lse = jnp.where(rows, lse, -jnp.inf if case.weights is None else 0.0)
+    return dict(out=out, lse=lse, max_scores=max_scores) | ({"expectations": sums[0]} if sums else {})
 
 
 def expected(case: Case, keep: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -195,7 +219,10 @@ def _differentiate(case: Case, keep: np.ndarray | None) -> dict[str, np.ndarray]
     def loss(inputs: Arrays, learn: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
         results = reference_results(case, inputs, {**constants, **learn}, keep)
         lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0)
-        return jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"]), results
+        total = jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"])
+        if case.expectations:
+            total += loss_of_expectations(results["expectations"], weights["u"])
+        return total, results
 
     with jax.enable_x64(True):
         constants = {name: array(x) for name, x in captured.items()}
@@ -245,7 +272,10 @@ def _plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
     def loss(inputs: Arrays, learn: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
         results = _eager(case, inputs, {**captured, **learn}, dtype)
         lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0)
-        return jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"]), results
+        total = jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"])
+        if case.expectations:
+            total += loss_of_expectations(results["expectations"], weights["u"])
+        return total, results
 
     step = _quick_jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
     (d_inputs, d_learn), results = step(inputs, learned(case, captured))
@@ -280,7 +310,9 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
     sinks = narrow["sinks"] if case.sinks else jnp.full(N, -jnp.inf)
     out, lse = _softmax_of_values(scores, repeat(narrow["v"]), sinks, dtype)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
-    return dict(out=_through(out, dtype, dtype), lse=jnp.where(rows, lse, -jnp.inf), max_scores=top)
+    probs = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]))
+    sums = _plain_expectations(case, captured, scores, probs)
+    return dict(out=_through(out, dtype, dtype), lse=jnp.where(rows, lse, -jnp.inf), max_scores=top) | sums
 
 
 def _plain_weights(
@@ -293,7 +325,22 @@ def _plain_weights(
     found = jax.vmap(weighting)(jnp.where(on, scores, 0.0).ravel(), *at).reshape(scores.shape)
     weights = jnp.where(on, found.astype(jnp.float32), 0.0)
     out = jnp.einsum("bhqk,bhke->bhqe", _through(weights, dtype, "float32"), value)
-    return dict(out=_through(out, dtype, dtype), lse=weights.sum(-1))
+    sums = _plain_expectations(case, captured, scores, weights)
+    return dict(out=_through(out, dtype, dtype), lse=weights.sum(-1)) | sums
+
+
+def _plain_expectations(case: Case, captured: Arrays, scores: jax.Array, probs: jax.Array) -> dict[str, jax.Array]:
+    """In float32, of scores that are -inf at hidden entries, which count as the first visible one."""
+    if not case.expectations:
+        return {}
+    on = scores != -jnp.inf
+    place = jnp.unravel_index(jnp.argmax(on), on.shape)
+    at = [
+        jnp.where(on, i, first).ravel() for i, first in zip(jnp.indices(on.shape, dtype=jnp.int32), place, strict=True)
+    ]
+    given = jnp.where(on, scores, scores[place]).ravel()
+    values = [jax.vmap(f)(given, *at).astype(jnp.float32).reshape(on.shape) for f in case.functions(captured).values()]
+    return {"expectations": jnp.stack([jnp.where(on, probs * x, 0.0).sum(-1) for x in values], -1)}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -140,8 +140,8 @@ class ForwardMode(Backend, typing.Protocol):
         tangents: Gradients,
         derivative: Program | None,
         target: Target,
-    ) -> tuple[jax.Array, jax.Array]:
-        """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
+    ) -> tuple[jax.Array, ...]:
+        """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes and dtypes of these.
 
         tangents   of the operands; None counts as 0
         """

@@ -29,6 +29,7 @@ from flexjax.call.checks import (
     check_weights,
 )
 from flexjax.call.dropout import dropout_program
+from flexjax.call.expectations import check_expectations, with_functions
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
 from flexjax.ir.reach import reach_of
@@ -120,18 +121,22 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         check_sizes("mask_mod", arguments.mask_mod, reach)
     else:  # paged_attention has compared the sizes of its mods; how long its requests are is not known
         reach = Reach((*own_sizes[:2], None, None), reach.exact)
+    functions = check_expectations(return_aux, inputs.dtype, reach if in_pages is None else None)
     if score_mod is None or callable(score_mod):  # trace_score_mod refuses anything else
         score_mod = scales.score_mod(score_mod)
         if isinstance(scale, Array):  # a captured array of the score function, because a plan holds no array
             score_mod = _scaled(score_mod, scale)
         if weights is not None:
             check_function("weights", weights.function, score_dtype)
+        if functions:
+            score_mod = with_functions(score_mod, None if weights is None else weights.function, functions)
+        elif weights is not None:
             score_mod = _weighted(score_mod, weights.function)
     scale = 1.0 if isinstance(scale, Array) else scale
-    score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype, reach)
+    score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype, reach, 1 + len(functions))
     if score is not None and jnp.dtype(inputs.dtype).itemsize <= 2:
         score = _in_single_precision(score)
-    if score is not None and score.is_identity and weights is None:
+    if score is not None and score.is_identity and weights is None and not functions:
         score = None
     block_mask = _block_mask(arguments.mask_mod, arguments.block_mask, inputs, origin, in_pages, reach, layout)
     dropout = dropout_program(arguments.dropout, sizes, score_dtype)
@@ -167,6 +172,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         float8=inputs.dtype == FLOAT8,
         weighted=weights is not None,
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
+        expectations=len(functions),
     )
     operands = Operands(
         query=inputs.query,

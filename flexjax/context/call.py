@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.call.arguments import Arguments
 from flexjax.call.checks import both_masks
+from flexjax.call.expectations import functions_of
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.combine import and_masks
 from flexjax.context import axes as context_axes
@@ -100,6 +101,8 @@ def build(context: object, given: Given) -> Built:
     mask_mod, block_mask = arguments.mask_mod, arguments.block_mask
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
+    if functions_of(arguments.return_aux):
+        raise NotImplementedError("A call with context= computes no expectations. Leave out context= or expectations.")
     query, key, value = (jnp.asarray(values_of(x)) for x in (arguments.query, arguments.key, arguments.value))
     for name in ("query", "key", "value"):
         if isinstance(getattr(arguments, name), Quantized):

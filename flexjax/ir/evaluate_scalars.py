@@ -97,12 +97,14 @@ def evaluate_scalars(
     known: Mapping[int, Array],
     load: Callable[[Load, list[Array]], Array],
     whole: Callable[[int], Array],
+    result: int = 0,
 ) -> Array:
-    """The first result of a program at one position, by jax.lax, as a function that JAX can differentiate.
+    """A result of a program at one position, by jax.lax, as a function that JAX can differentiate.
 
     known   values by id: the inputs, and any others that the caller has; a step whose results are known is skipped
     load    gives the element that a load reads, from the values of its index
     whole   gives a captured array by its number, for a Call that takes it whole
+    result  the number of the result
     """
     env, indices = dict(known), loop_indices(program)
 
@@ -131,7 +133,7 @@ def evaluate_scalars(
         else:
             values = _call(step, read, whole)
             env.update(zip((v.id for v in step.outs), values, strict=True))
-    return read(program.results[0])
+    return read(program.results[result])
 
 
 def _call(call: Call, read: Callable[[Atom, Axes], Array], whole: Callable[[int], Array]) -> list[Array]:

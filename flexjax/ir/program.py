@@ -211,10 +211,10 @@ class Program:
     # score (float), b, h, q, kv (int32)
     inputs: tuple[Val, ...]
     steps: tuple[Step, ...]
-    # one, or for a derivative program the new score and its derivatives
+    # one, or more with expectations; for a derivative program the new score and its derivatives, and so for each other
     results: tuple[Atom, ...]
     captures: tuple[ArrayType, ...]
-    # of a derivative program: positions in `steps` of the Loads by which results[2:] are the derivatives
+    # of a derivative program: positions in `steps` of the Loads by which a group's results[2:] are the derivatives
     gradients: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -249,6 +249,15 @@ class Program:
     @property
     def calls(self) -> tuple[Call, ...]:
         return tuple(s for s in self.steps if isinstance(s, Call))
+
+    @property
+    def groups(self) -> list[tuple[Atom, ...]]:
+        """The results of a derivative program as (value, derivative by the score, by each of its loads) of each value.
+
+        A backward pass of a call with expectations has a second group (passes/expectations.py).
+        """
+        width = 2 + len(self.gradients)
+        return [self.results[at : at + width] for at in range(0, len(self.results), width)]
 
     @functools.cached_property
     def takes_cotangent(self) -> bool:

@@ -30,6 +30,7 @@ from flexjax.call.arguments import (
     describe_call,
     refuse_unknown_keywords,
 )
+from flexjax.call.expectations import functions_of
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.context.call import Given, build
 from flexjax.context.context_parallel import ContextParallel
@@ -289,6 +290,7 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + ("" if plan.precision == "default" else f"  precision {plan.precision}")
         + ("  sinks" if plan.has_sinks else "")
         + ("  weights" if plan.weighted else "")
+        + (f"  expectations of {plan.expectations}" if plan.expectations else "")
         + (("  value.scales" if plan.float8 else "  dropout") if plan.dropout is not None else "")
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
         + ("  query_seq_lengths" if plan.lengths[0] else "")
@@ -317,6 +319,9 @@ def _programs(call: PreparedCall, given: Arguments | PagedArguments, lines: int)
         if which == 0 and call.weights is not None:  # one program has both
             roots["weights"] = call.weights.function
             name = "weights" if given.score_mod is None else "weights of score_mod"
+        if which == 0 and (functions := functions_of(given.return_aux)):  # and their functions
+            roots |= functions
+            name += " and expectations"
         if program is None:
             out.append(f"{name}: none")
             continue

@@ -17,6 +17,7 @@ from flexjax import masks
 from flexjax.attention import with_aux
 from flexjax.call.arguments import Arguments, text_of_call, with_signature
 from flexjax.call.checks import check_options, check_weights
+from flexjax.call.expectations import functions_of
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.errors import add_note_once, bad_argument, kind_of, public
 from flexjax.ir.reach import reach_of
@@ -205,13 +206,18 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
         )  # `size` has it, and the decode kernel refuses plans that give it
 
     function = _placed(function, arguments.origin)
+    expected = {n: _placed(f, arguments.origin) for n, f in functions_of(arguments.return_aux).items()}
 
     def part(name: str, rows: Rows, mask_mod: MaskMod | None) -> Part:
+        return_aux = arguments.return_aux
+        if return_aux is not None and expected:
+            mapped = {n: rows.mod_of_entries(f) for n, f in expected.items()}
+            return_aux = dataclasses.replace(return_aux, expectations=mapped)
         given = Arguments(
             rows.inputs.query,
             rows.inputs.key,
             rows.inputs.value,
-            return_aux=arguments.return_aux,
+            return_aux=return_aux,
             score_mod=rows.mod_of_entries(score_mod),
             weights=None if weights is None else dataclasses.replace(weights, function=rows.mod_of_entries(function)),
             mask_mod=rows.mod_of_entries(mask_mod),
@@ -298,6 +304,9 @@ def _merged(passes: list[tuple[Part, Results]]) -> Results:
         return jax.tree.map(either, *results)
     if passes[0][0].call.plan.weighted:
         return jax.tree.map(jnp.add, *results)
-    out, lse = merge_attention_states(jnp.stack([r.out for r in results]), jnp.stack([r.lse for r in results]))
+    lses = jnp.stack([r.lse for r in results])
+    out, lse = merge_attention_states(jnp.stack([r.out for r in results]), lses)
+    sums = [r.expectations for r in results if r.expectations is not None]
     tops = [r.max_scores for r in results if r.max_scores is not None]
-    return Results(out, lse, jnp.maximum(*tops) if tops else None)
+    merged = merge_attention_states(jnp.stack(sums), lses)[0] if sums else None
+    return Results(out, lse, jnp.maximum(*tops) if tops else None, None, merged)

@@ -103,12 +103,9 @@ class Rows:
             found = jnp.where(exists.reshape(-1, *[1] * (found.ndim - 1)), found, jnp.asarray(other, found.dtype))
             return found.reshape(*self.shape, *found.shape[1:])
 
-        low, top = float("-inf"), results.max_scores
-        return Results(
-            of_queries(results.out, 0.0),
-            of_queries(results.lse, lse_without_keys),
-            None if top is None else of_queries(top, low),
-        )
+        fills = (0.0, lse_without_keys, float("-inf"), 0.0, 0.0)
+        pairs = zip(results, fills, strict=True)
+        return Results._make(None if x is None else of_queries(x, fill) for x, fill in pairs)
 
 
 def check_rows(

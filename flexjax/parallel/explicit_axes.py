@@ -6,6 +6,7 @@ resharded on the way in, and the results to the split of query. The gradient of 
 by the transpose of the cast in varying.py, which `run` makes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> 
     flat = jax.tree.leaves(operands)
     given = [jax.typeof(x).sharding.spec for x in flat]
     warn_of_gathers(problem, split, flat, [tuple(map(names_of, spec)) for spec in given])
-    return Results(*_compiled(problem, split, PartitionSpec(*given[0][:3]), run, tuned.state())(*flat))
+    return _compiled(problem, split, PartitionSpec(*given[0][:3]), run, tuned.state())(*flat)
 
 
 @functools.lru_cache(maxsize=512)
@@ -47,7 +48,7 @@ def _compiled(
     """A jitted function from flat operands to the Results, split by `spec`, which runs `run` on each device's share."""
     plan = problem.plan
     specs = [spec_of(plan, dims, split) for dims in operand_dims(problem)]
-    out, stats = (spec_of(plan, arranged(plan, dims), split) for dims in ("b t h e", "b t h"))
+    out, stats, sums = (spec_of(plan, arranged(plan, dims), split) for dims in ("b t h e", "b t h", "b t h n"))
     put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
 
     def share(*flat: Array) -> list[Array]:
@@ -60,12 +61,12 @@ def _compiled(
             share,
             mesh=split.mesh if around.empty else None,
             in_specs=tuple(specs),
-            out_specs=[out, stats, *[stats] * plan.max_scores],
+            out_specs=[out, stats, *[stats] * plan.max_scores, *[sums] * (plan.expectations > 0)],
             axis_names=set(explicit_names(split.mesh)),
         )
         outs = mapped(*(put(x, spec) for x, spec in zip(flat, specs, strict=True)))
         wanted = [PartitionSpec(*spec, *[None] * (x.ndim - 3)) for x in outs]
-        return Results(*map(put, outs, wanted), *[None] * (3 - len(outs)))
+        return Results.of(dataclasses.replace(plan, exact_captures=False), [*map(put, outs, wanted)])
 
     # eager calls go through jit too: shard_map alone runs one operation at a time and refuses arrays on no mesh
     return jax.jit(call)

@@ -270,13 +270,14 @@ def primitive_dims(
     """The dimension names, such as "b t h d", of (each argument of a primitive, each result); see Problem.residuals."""
     plan, operands = problem.plan, operand_dims(problem)
     out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
-    fixed, kept = [*operands, *tables], [out, stats, out][:residuals]
+    sums = [f"{stats} functions"] * (plan.expectations > 0)
+    fixed, kept = [*operands, *tables], [out, stats, *[out] * plan.exact_captures, *sums][:residuals]
     moved = [operands[place] for place in moved_places(problem, params)]
     if "moving" in params:
-        return [*fixed, *kept, *moved], [out, stats]
+        return [*fixed, *kept, *moved], [out, stats, *sums]
     if "wanted" in params:
         return [*fixed, *kept, out, *[stats] * params["has_lse"]], moved
-    return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+    return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding, *sums]
 
 
 def with_starts(params: Mapping[str, typing.Any], added: int) -> dict[str, typing.Any]:

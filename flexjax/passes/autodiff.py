@@ -1,11 +1,12 @@
 """Attention as three JAX primitives: forward, backward, and the tangent that connects them for differentiation.
 
-    forward    operands                          -> out, lse, max_scores
-    tangent    operands, out, lse, tangents      -> tangents of out and lse; linear in the tangents
+    forward    operands                          -> out, lse, max_scores, expectations
+    tangent    operands, out, lse, tangents      -> tangents of out, lse and expectations; linear in the tangents
     backward   operands, out, lse, cotangents    -> cotangents of the wanted operands; the transpose of tangent
 
 If inputs have 16 bits and a captured array has a tangent (`exact_captures`), forward also returns the rounding error of
-out (Results.rounding), and the other two primitives take it as an argument after lse. The rules:
+out (Results.rounding), and the other two primitives take it as an argument after lse. `tangent` takes expectations
+after that; `backward` knows none (expectations.py). The rules:
 
     jvp of forward               is tangent
     transpose of tangent         is backward, so that reverse mode runs forward and backward
@@ -35,12 +36,21 @@ from jax.interpreters import ad, batching
 from flexjax.backends.target import Target
 from flexjax.mod_tools.settings import own
 from flexjax.parallel.explicit_axes import split_of, split_work
-from flexjax.passes import dispatch
+from flexjax.passes import dispatch, expectations
 from flexjax.passes.dispatch import Run
 from flexjax.passes.fold_batch import batch_rule
 from flexjax.passes.primitive import Shapes, make_primitive
 from flexjax.passes.second_order import is_zero, jvp_through_xla
-from flexjax.plan.kernel_plan import FIRST_CAPTURE, FLOAT8, BackwardInputs, Gradients, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import (
+    FIRST_CAPTURE,
+    FLOAT8,
+    BackwardInputs,
+    Gradients,
+    KernelPlan,
+    Operands,
+    Results,
+    Wanted,
+)
 from flexjax.plan.problem import Problem
 from flexjax.varying import varying_alike, varying_as
 
@@ -58,12 +68,11 @@ def _run(problem: Problem, operands: Operands) -> Results:
     """Binds the primitive `forward` to operands that no explicit mesh axis splits; its errors come later."""
     # inside shard_map; the transpose of this cast sums the gradients of arrays that devices share
     flat = varying_alike(jax.tree.leaves(operands))
-    out, lse, *top = _bind_forward(*flat, problem=problem)
-    return Results(out, lse, top[0] if problem.plan.max_scores else None)
+    return Results.of(problem.plan, _bind_forward(*flat, problem=problem))._replace(rounding=None)
 
 
 def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
-    """Binds `forward` to the operands: [out, lse] and, if the plan asks for them, max_scores and rounding."""
+    """Binds `forward` to the operands: the Results that the plan asks for, in the order of their fields."""
     # with and without gradients it is bound here, from one source line, because Mosaic's cache key includes the line
     return forward_p.bind(*flat, problem=problem)
 
@@ -72,12 +81,17 @@ def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
 
 
 def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
-    """The types of out, lse and, if the plan asks for them, max_scores and rounding."""
+    """The types of the Results that the plan asks for."""
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
     out = core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.out_dtype))
-    return [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+    return [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding, *_expectations(rows, plan)]
+
+
+def _expectations(rows: tuple[int, ...], plan: KernelPlan) -> Shapes:
+    """The type of the expectations of `rows` [B, T, N]; [] without."""
+    return [core.ShapedArray((*rows, plan.expectations), jnp.dtype(plan.score_dtype))] * (plan.expectations > 0)
 
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
@@ -91,7 +105,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
         top is not None
     ):  # the maxima of most backends lose NaN: kernels take the larger number, and so do XLA's reductions on a CPU
         top = jnp.where(jnp.isnan(results.lse), jnp.array(jnp.nan, top.dtype), top)
-    results = Results(out.astype(problem.plan.out_dtype), results.lse, top, rounding)
+    results = results._replace(out=out.astype(problem.plan.out_dtype), max_scores=top, rounding=rounding)
     return [x for x in results if x is not None]
 
 
@@ -105,8 +119,9 @@ def _choose_forward(target: Target, problem: Problem) -> Run:
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
     """The arguments of `tangent` or `backward` as (operands, results, tangents or cotangents)."""
     n, residuals = problem.structure.num_leaves, problem.residuals
-    out, lse, *rounding = flat[n : n + residuals] if residuals else _nothing(problem, flat[0])
-    results = Results(out, lse, None, rounding[0] if rounding else None)
+    out, lse, *rest = flat[n : n + residuals] if residuals else _nothing(problem, flat[0])
+    rounding, expectations = (rest.pop(0) if rest and has else None for has in (problem.plan.exact_captures, True))
+    results = Results(out, lse, None, rounding, expectations)
     return problem.operands(flat[:n]), results, list(flat[n + residuals :])
 
 
@@ -116,9 +131,9 @@ def _nothing(problem: Problem, like: Array) -> list[Array]:
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
-    """The types of the tangents of out and lse; ValueError if score_mod has no derivative, or none by what moves."""
+    """The types of the tangents; ValueError if score_mod has no derivative, or none by what moves."""
     problem.needed_derivative(moving[FIRST_CAPTURE:])
-    return _forward_shapes(avals, problem)[:2]
+    return [*_forward_shapes(avals, problem)[:2], *_expectations(avals[0].shape[:-1], problem.plan)]
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
@@ -214,22 +229,23 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
         )
     present = tuple(m is not None for m in moving)
     moved_problem = problem.for_captures() if any(present[FIRST_CAPTURE:]) else problem
-    out, lse, *others = _bind_forward(*primals, problem=moved_problem.differentiated())
+    flat = _bind_forward(*primals, problem=moved_problem.differentiated())
+    out, lse, top, rounding, sums = Results.of(moved_problem.plan, flat)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    rounding = []
-    if moved_problem.plan.returns_rounding:
-        rounding = [checkpoint_name(others.pop(), "flexjax_out")]
+    sums = None if sums is None else checkpoint_name(sums, "flexjax_lse")
+    if rounding is not None:
+        rounding = checkpoint_name(rounding, "flexjax_out")
     elif moved_problem.plan.exact_captures:
-        rounding = [jnp.zeros_like(out)]  # the out of a partial plan is not rounded
+        rounding = jnp.zeros_like(out)  # the out of a partial plan is not rounded
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
-        kept = (out, lse, *rounding)[: moved_problem.residuals]
+        kept = [x for x in (out, lse, rounding, sums) if x is not None][: moved_problem.residuals]
         moved = tangent_p.bind(*primals, *kept, *given, problem=moved_problem, moving=present)
     else:
-        moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    if problem.plan.returns_rounding:
-        others += rounding
-    return [out, lse, *others], [*moved, *map(jnp.zeros_like, others)]
+        moved = [jnp.zeros_like(x) for x in (out, lse, sums) if x is not None]
+    others = [x for x in (top, rounding if problem.plan.returns_rounding else None) if x is not None]
+    zeros = map(jnp.zeros_like, others)
+    return [out, lse, *others, *([] if sums is None else [sums])], [*moved[:2], *zeros, *moved[2:]]
 
 
 def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> None:
@@ -248,20 +264,30 @@ def _tangent_transpose(
 ) -> list:
     """The transpose rule of `tangent`, by the primitive `backward`; None for operands, out, lse and rounding.
 
-    If both cotangents are known to be zero, `backward` is not bound; if only that of lse is, it is left out.
+    If all cotangents are known to be zero, `backward` is not bound; if only that of lse is, it is left out.
     """
-    n = problem.structure.num_leaves + problem.residuals
-    fixed = flat[:n]
-    d_out, d_lse = cotangents
+    leaves = problem.structure.num_leaves
+    n = leaves + problem.residuals
+    d_out, of_lse, *others = cotangents
     nothing: list = [None] * n
-    if is_zero(d_out) and is_zero(d_lse):
+    if all(map(is_zero, cotangents)):
         return nothing + [ad.Zero(x.aval) for x in flat[n:]]
+    kept = flat[leaves:n]
     if is_zero(d_out):
-        kept = fixed[problem.structure.num_leaves :]
-        d_out = jnp.zeros_like(kept[0]) if kept else _nothing(problem, fixed[0])[0]
-    has_lse = not is_zero(d_lse)
+        d_out = jnp.zeros_like(kept[0]) if kept else _nothing(problem, flat[0])[0]
+    d_lse: Array | None = None if is_zero(of_lse) else typing.cast(Array, of_lse)
+    wanted, operands = moving, flat[:leaves]
+    if others and is_zero(others[0]):
+        problem = expectations.without(problem)
+    elif others:
+        given, results, _ = _split(problem, flat[:n])
+        cotangents_of = (d_lse, typing.cast(Array, others[0]))
+        problem, given, d_lse = expectations.as_captures(problem, given, results, cotangents_of)
+        operands = jax.tree.leaves(given)
+        wanted = (*moving, *[False] * (len(given.movable) - len(moving)))
+    fixed, has_lse = (*operands, *kept[: problem.residuals]), d_lse is not None
     given = [d_out, *([d_lse] if has_lse else [])]
-    gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
+    gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=wanted, has_lse=has_lse)
     # the gradients of a partial plan are in the score dtype
     return nothing + [g.astype(x.aval.dtype) for g, x in zip(gradients, flat[n:], strict=True)]
 

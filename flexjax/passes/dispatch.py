@@ -183,8 +183,10 @@ class Run(typing.NamedTuple):
 
     def tangent(
         self, operands: Operands, results: Results, tangents: Gradients, derivative: Program | None
-    ) -> tuple[Array, Array]:
-        """The tangents of out and lse. The steps of a backend with forward mode change block lists alone."""
+    ) -> tuple[Array, ...]:
+        """The tangents of out, lse and perhaps expectations. The steps of a backend with forward mode change block
+        lists alone.
+        """
         steps, backend, operands = self.every_step(), self.backend, with_lists(self.plan, operands)
         assert isinstance(backend, ForwardMode)
         plan, operands = last_plan(self.plan, steps), rewrite.last_operands(steps, operands)

@@ -115,6 +115,8 @@ class KernelPlan:
     weighted: bool = False
     # whether the sum is a result; else lse is not read
     total: bool = False
+    # how many functions after the new score the results of `score` are; their expectations are a result
+    expectations: int = 0
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
 
@@ -287,6 +289,15 @@ class Results(typing.NamedTuple):
     max_scores: jax.Array | None
     # float32 output minus out; None unless the plan has `exact_captures`, or is partial and its backend rounds out
     rounding: jax.Array | None = None
+    # [B, T, N, plan.expectations], 0 where all entries are masked; None without
+    expectations: jax.Array | None = None
+
+    @classmethod
+    def of(cls, plan: KernelPlan, flat: Sequence[jax.Array]) -> "Results":
+        """The results that a forward pass of the plan returns, from their flat list, which leaves out what is None."""
+        out, lse, *rest = flat
+        asked = plan.max_scores, plan.returns_rounding, plan.expectations > 0
+        return cls(out, lse, *(rest.pop(0) if want else None for want in asked))
 
     @property
     def float32_out(self) -> jax.Array:

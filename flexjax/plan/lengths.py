@@ -38,15 +38,10 @@ def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float
 
 
 def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan) -> Results:
-    """The results with out and rounding 0, lse and max_scores those of no keys in rows of queries that do not exist."""
+    """The results with those of no keys in rows of queries that do not exist: 0, of lse and max_scores -inf."""
     query = None if lengths is None else lengths.query
     if query is None:
         return results
-    low = float("-inf")
-    top, rounding = results.max_scores, results.rounding
-    return Results(
-        where_exists(results.out, query, plan),
-        where_exists(results.lse, query, plan, plan.lse_without_keys),
-        None if top is None else where_exists(top, query, plan, low),
-        None if rounding is None else where_exists(rounding, query, plan),
-    )
+    fills: tuple[float, ...] = (0.0, plan.lse_without_keys, float("-inf"), 0.0, 0.0)
+    pairs = zip(results, fills, strict=True)
+    return Results._make(None if x is None else where_exists(x, query, plan, fill) for x, fill in pairs)

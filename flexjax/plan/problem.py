@@ -83,11 +83,11 @@ class Problem:
 
     @property
     def residuals(self) -> int:
-        """How many arrays of the forward pass the other passes get: out, lse and, with `exact_captures`, rounding.
+        """How many arrays of the forward pass the other passes get: out, lse, rounding and expectations, as there are.
 
         None of a weighted plan, whose other passes read neither: nothing is kept, or computed again, for them.
         """
-        return 0 if self.plan.weighted else 2 + self.plan.exact_captures
+        return 0 if self.plan.weighted else 2 + self.plan.exact_captures + (self.plan.expectations > 0)
 
     def for_captures(self) -> "Problem":
         """This problem with plan.exact_captures set, if inputs have 16 bits and a backward pass forms delta of out."""

@@ -270,7 +270,7 @@ def _results(plan: KernelPlan, results: Results, operands: Operands) -> Results:
 
 def _given(plan: KernelPlan, given: BackwardInputs) -> BackwardInputs:
     """Rows that do not exist are hidden rows, whose out is 0 and whose lse is -inf."""
-    fills = (0.0, -jnp.inf, -jnp.inf, 0.0)
+    fills = (0.0, -jnp.inf, -jnp.inf, 0.0, 0.0)
     rows = (None if x is None else split_rows(plan, x, f) for x, f in zip(given.results, fills, strict=True))
     return given._replace(
         results=Results(*rows),  # type: ignore[arg-type]

@@ -5,10 +5,11 @@ derivative program computes
 
     s',  ds'/ds,  ds'/dl_j for each load j of a floating array
 
-on scalars. A backend multiplies each by the cotangent of s' and sums the products over the positions that read the same
-element. Where a derivative rule is not linear in the cotangent (linearity.py), the program takes the cotangent and
-gives the products. JAX differentiates f with the user's derivative rules in place; the jaxpr is then lowered like that
-of a mod.
+on scalars; of a source with more results f_n(s', ..) the same of each, one *group* after the other
+(`Program.groups`). A backend multiplies each by the cotangent of s' and sums the products over the positions that read
+the same element. Where a derivative rule is not linear in the cotangent (linearity.py), the program takes the cotangent
+and gives the products. JAX differentiates f with the user's derivative rules in place; the jaxpr is then lowered like
+that of a mod.
 
 The *source* program is that of the mod in which functions with a derivative rule of their own (jax.custom_jvp,
 jax.custom_vjp; *custom functions* here) are whole, as Calls, and stop_gradient is a step. `sizes` is (batch, heads,
@@ -16,6 +17,7 @@ q_len, kv_len).
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -136,7 +138,8 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 class Derivatives(typing.NamedTuple):
     """The derivatives of a score_mod; all programs have the same captured arrays."""
 
-    # results: s', ds'/ds, and ds'/dl for the loads `program.gradients`, in the dtype of the score; cotangents in place
+    # results: s', ds'/ds, and ds'/dl for the loads `program.gradients`, in the dtype of the score, and the same of each
+    # other result of the source; cotangents in place
     # of derivatives if it takes the cotangent of s' (`Program.takes_cotangent`)
     program: Program
     # `program` with derivative rules and stop_gradient in it, for second derivatives; None where there are none; a
@@ -168,12 +171,12 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
     def whole(capture: int) -> jax.Array:
         raise ModError(_whole_array(next(c for c in source.calls if capture in c.arguments), "array"))
 
-    def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array]) -> jax.Array:
-        """s' as a function that JAX can differentiate by the score and by `leaves`, the loaded elements of floating
-        arrays.
+    def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array], result: int) -> jax.Array:
+        """A result as a function that JAX can differentiate by the score and by `leaves`, the loaded elements of
+        floating arrays.
         """
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
-        return evaluate_scalars(source, known, _unexpected_load, whole)
+        return evaluate_scalars(source, known, _unexpected_load, whole, result)
 
     # Inside shard_map the operands are cast before jax.vjp: the transpose of a cast is a sum over devices.
     over = frozenset().union(
@@ -184,15 +187,23 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
     at_entries = any(_sees_entries(source, call) for call in jumps)
     elsewhere = [atom for call in jumps if not _sees_entries(source, call) for atom in call.inputs]
     summed = uses(source.steps, tuple(elsewhere))
+    if at_entries and len(source.results) > 1:
+        raise ModError(NOT_LINEAR_BESIDE_EXPECTATIONS)
 
     def both(
         inputs: list[jax.Array], loaded: list[jax.Array], *cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """(s', ds'/ds, [ds'/dl_j]) at one position; with the cotangent of s', cotangents in place of derivatives."""
+    ) -> list[tuple[jax.Array, jax.Array, list[jax.Array]]]:
+        """(s', ds'/ds, [ds'/dl_j]) at one position, and so for each result; with the cotangent of s', cotangents in
+        place of derivatives.
+        """
         inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
         given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
-        out, pull = jax.vjp(lambda s, d: value(s, d, given), inputs[SCORE], [loaded[i] for i in diff])
-        return out, *pull(cast_over(cotangent[0], over) if cotangent else jnp.ones_like(out))
+        found = []
+        for result in range(len(source.results)):
+            at = functools.partial(value, given=given, result=result)
+            out, pull = jax.vjp(at, inputs[SCORE], [loaded[i] for i in diff])
+            found.append((out, *pull(cast_over(cotangent[0], over) if cotangent else jnp.ones_like(out))))
+        return found
 
     shape_of = lambda v: jax.ShapeDtypeStruct(tuple(map(loop_size, in_loop_order(v.axes))), jnp.dtype(v.dtype))
     more = [shape_of(source.inputs[SCORE])] if at_entries else []
@@ -218,11 +229,12 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
         if at_entries:
             given.append(scalar(builder.op(COTANGENT, (builder.inputs[SCORE],), score_dtype)))
         outs = lowering.run(traced.jaxpr, traced.consts, given)
-        places = [[], [], *(index_of(loads[i].out) for i in diff)]
+        places = [[], [], *(index_of(loads[i].out) for i in diff)] * len(source.results)
         flat = [builder.convert(_element(lowering, o, at), score_dtype) for o, at in zip(outs, places, strict=True)]
         for place, i in enumerate(diff):
             if loads[i].out.id in summed:  # refused; should a backend read it, it shows
-                flat[2 + place] = literal(float("nan"), score_dtype)
+                for group in range(0, len(flat), 2 + len(diff)):
+                    flat[group + 2 + place] = literal(float("nan"), score_dtype)
         new_loads = list(found.loads.values())
         program = builder.finish(flat, [new_loads[i] for i in diff])
         check(program)
@@ -242,10 +254,16 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
     refused = frozenset(loads[i].capture for i in diff if loads[i].out.id in summed)
     arrays, then = tuple(lowering.arrays), None
     if after and isinstance(again, Program) and ruled:
-        then = derivatives_of(with_results(again, again.results[:1]), sizes, after=False)
+        then = derivatives_of(with_results(again, [group[0] for group in again.groups]), sizes, after=False)
         arrays += then.arrays
         program, again = (dataclasses.replace(p, captures=then.program.captures) for p in (program, again))
     return Derivatives(program, None if again == program else again, refused, then, arrays)
+
+
+NOT_LINEAR_BESIDE_EXPECTATIONS = (
+    "`score_mod`, or a function of return_aux.expectations, has a derivative rule that is not linear in the cotangent, "
+    "so a call with expectations has no gradient. Use a linear rule, or ask for no expectations."
+)
 
 
 def _sees_entries(source: Program, call: Call) -> bool:

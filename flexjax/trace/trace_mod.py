@@ -89,21 +89,22 @@ class TracedMod:
 
 
 def trace_score_mod(
-    score_mod: Callable, sizes: Sizes, score_dtype: str = "float32", reach: Reach | None = None
+    score_mod: Callable, sizes: Sizes, score_dtype: str = "float32", reach: Reach | None = None, count: int = 1
 ) -> TracedMod:
     """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score` to its program and its derivative program.
 
     score_dtype   of the score that the function gets and of the result of the program
     reach         how far the indices certainly count, for a warning of arrays that are too short (bare_reads.py)
+    count         of the scalars that the function returns: the score and functions of it (call/expectations.py)
 
     A score_mod without a derivative is no error: `why_not` says why. Raises ModError if the function cannot be called,
     traced or translated, or returns anything but one floating scalar.
     """
-    return _remembered(_score_mod, score_mod, sizes, score_dtype, reach)
+    return _remembered(_score_mod, score_mod, sizes, score_dtype, reach, count)
 
 
-def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach | None) -> TracedMod:
-    traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
+def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach | None, count: int) -> TracedMod:
+    traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype, count)
     if reach is not None:
         warn_of_short_arrays("score_mod", traced.closed, SCORE_ARGUMENTS, reach)
     out = traced.closed.out_avals[0]
@@ -130,10 +131,15 @@ def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach
     return TracedMod(program, arrays, made.program, "", made.again, made.refused, after, ruled=ruled)
 
 
-def check_function(name: str, function: Callable, score_dtype: str) -> None:
-    """Raises ModError for an argument `name` of the kind of score_mod that cannot be called and traced to a float."""
+def check_function(name: str, function: Callable, score_dtype: str, integers: bool = False) -> None:
+    """Raises ModError for an argument `name` of the kind of score_mod that cannot be called and traced to a float.
+
+    integers   whether integers and bools pass too
+    """
     traced = _trace(name, function, SCORE_ARGUMENTS, score_dtype)
     out = traced.closed.out_avals[0]
+    if integers and (jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == jnp.bool_):
+        return
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise _of_result(f"`{name}` returned {with_article(out.dtype.name)}; expected a floating scalar.", traced)
 
@@ -226,13 +232,13 @@ def _lowered(
     inputs = lowering.builder.inputs[0 if score_dtype else 1 :]
     try:
         consts = [as_operand(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
-        (result,) = lowering.run(closed.jaxpr, consts, [scalar(v) for v in inputs])
-        atom = lowering.as_atoms(result).item()
+        results = lowering.run(closed.jaxpr, consts, [scalar(v) for v in inputs])
+        atoms = [lowering.as_atoms(result).item() for result in results]
     except ModError as error:
         text = str(error)
         text = text if text.startswith("`") else f"`{name}` cannot be compiled: {text}"
         raise _at_equation(text, lowering.inside, traced.mod) from (error if shows_all_frames() else None)
-    return _finish(lowering, lowering.builder.convert(atom, score_dtype) if score_dtype else atom)
+    return _finish(lowering, [lowering.builder.convert(atom, score_dtype) if score_dtype else atom for atom in atoms])
 
 
 def _at_equation(text: str, eqns: Sequence[Equation], mod: Callable) -> ModError:
@@ -249,9 +255,9 @@ def _of_result(text: str, traced: "Traced") -> ModError:
     return _at_equation(text, made, traced.mod)
 
 
-def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The checked program whose result is `result`, without unused steps and arrays, and its arrays."""
-    program = lowering.builder.finish([result])
+def _finish(lowering: Lowering, results: Sequence[Atom]) -> tuple[Program, tuple[jax.Array, ...]]:
+    """The checked program of `results`, without unused steps and arrays, and its arrays."""
+    program = lowering.builder.finish(results)
     check(program)
     used = sorted(
         {load.capture for load in program.loads}
@@ -283,8 +289,10 @@ def _cached_derivatives(source: Program, sizes: Sizes) -> Derivatives:
 # ------------------------------------------------------------------- calling the user's function
 
 
-def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
-    """Calls the user's function `name` on tracers; returns its jaxpr on scalars, and its split arrays.
+def _trace(
+    name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32", count: int = 1
+) -> Traced:
+    """Calls the user's function `name` on tracers; returns its jaxpr to `count` scalars, and its split arrays.
 
     Arguments named "score" have the dtype `score_dtype`, all others int32. Raises ModError, with what to do in a
     sentence, for what a mod must not do. Other errors of the function pass, with a note that names it.
@@ -303,14 +311,16 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
         refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(error.__traceback__)
         raise refused from (error if shows_all_frames() else None)
     traced = Traced(closed, split, mod)
-    if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
+    if len(closed.out_avals) != count or any(a.shape != () for a in closed.out_avals):
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
         raise _of_result(
             f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time.", traced
         )
     if found := first_callback(typing.cast(Scope, closed.jaxpr)):
         if callbacks_run():
-            return _trace(name, AS_IF[name], arguments, score_dtype)
+            stand_in = AS_IF.get(name, AS_IF["weights"])
+            several = stand_in if count == 1 else lambda *at: (stand_in(*at),) * count
+            return _trace(name, several, arguments, score_dtype, count)
         raise _at_equation(f"`{name}` {called_back(found[-1])}", found, mod)
     # a named axis is the effect of a collective, which the lowering refuses by its name
     effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.cases.mods import MASK_MODS, SCORE_MODS, WEIGHTS, Mod
+from tests.cases.mods import EXPECTATIONS, MASK_MODS, SCORE_MODS, WEIGHTS, Mod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Case:
     score: str | None = None
     mask: str | None = None
     weights: str | None = None
+    expectations: tuple[str, ...] = ()
     captures: tuple[tuple[str, Capture], ...] = ()
     frozen: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32",)
@@ -141,6 +142,9 @@ class Case:
 
     def weighting(self, captured: dict[str, Any]) -> Mod | None:
         return WEIGHTS[self.weights](captured) if self.weights else None
+
+    def functions(self, captured: dict[str, Any]) -> dict[str, Mod]:
+        return {name: EXPECTATIONS[name](captured) for name in self.expectations}
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(zlib.crc32(f"{self.name}/{purpose}".encode()))

@@ -12,6 +12,7 @@ Mod = Callable[..., jax.Array]
 SCORE_MODS: dict[str, Callable[[Captures], Mod]] = {}
 MASK_MODS: dict[str, Callable[[Captures], Mod]] = {}
 WEIGHTS: dict[str, Callable[[Captures], Mod]] = {}
+EXPECTATIONS: dict[str, Callable[[Captures], Mod]] = {}
 
 
 def score(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
@@ -26,6 +27,11 @@ def mask(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
 
 def weights(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
     WEIGHTS[make.__name__] = make
+    return make
+
+
+def expectation(make: Callable[[Captures], Mod]) -> Callable[[Captures], Mod]:
+    EXPECTATIONS[make.__name__] = make
     return make
 
 
@@ -60,6 +66,34 @@ def decayed(c: Captures) -> Mod:
 @weights
 def clipped_weight(c: Captures) -> Mod:
     return lambda s, b, h, q, k: clipped(s)
+
+
+# ------------------------------------------------------------------ functions whose expectations are asked for
+
+
+@expectation
+def of_score(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: s
+
+
+@expectation
+def distance(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: q - k
+
+
+@expectation
+def own_document(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: c["doc"][b, q] == c["doc"][b, k]
+
+
+@expectation
+def learned_sine(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: c["gain"][h] * jnp.sin(s) + c["key_value"][k]
+
+
+@expectation
+def log_of_distance_before(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: jnp.log(1.0 + q - k)
 
 
 # ------------------------------------------------------------------ scores without captured arrays

@@ -149,7 +149,7 @@ def test_block_mask_has_what_the_design_lists() -> None:
 
 
 def test_small_types() -> None:
-    assert AuxOutput() == (None, None, None)
+    assert AuxOutput() == (None, None, None, None)
     assert AuxOutput._fields == tuple(inspect.signature(AuxRequest).parameters)
     assert KernelOptions(block_q=64) == KernelOptions(block_q=64)
     assert hash(KernelOptions()) == hash(KernelOptions())

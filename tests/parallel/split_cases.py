@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 import flexjax
 from tests.bound_case import BoundCase
 from tests.cases import CASES, Case
+from tests.oracle import loss_of_expectations
 from tests.parallel.collectives import collectives
 
 DEVICES = 8
@@ -55,6 +56,7 @@ CAPTURE_DIMS: dict[tuple[str, str], str] = {
     ("relative_bias", "bias"): "h -", ("bucket_bias", "table"): "- h", ("coordinate_distance", "strength"): "h",
     ("window_per_head", "window"): "h", ("causal_documents", "doc"): "b -", ("key_lengths", "length"): "b",
     ("both_lengths", "length"): "b", ("dilation_by_head", "dilation"): "h", ("sigmoid", "logit"): "h", ("decayed", "rate"): "h",
+    ("learned_sine", "gain"): "h", ("own_document", "doc"): "b -",
 }  # fmt: skip
 """The dimensions of captured arrays that a mod indexes with plain b or h: arrays under jit are split there."""
 
@@ -136,7 +138,7 @@ class Row:
         found = [
             dims
             for (mod, array), dims in CAPTURE_DIMS.items()
-            if mod in (self.case.score, self.case.mask, self.case.weights) and array == name
+            if mod in (self.case.score, self.case.mask, self.case.weights, *self.case.expectations) and array == name
         ]
         if not found or self.kind == "shard_map":
             return P()
@@ -158,14 +160,19 @@ def row_of(name: str) -> Row:
 
 CRASHING = {
     f"{case}-{split}-shard_map"
-    for case in ("no_keys", "no_keys_masked", "weights_without_keys")
+    for case in ("no_keys", "no_keys_masked", "weights_without_keys", "expectations_without_keys")
     for split in ("batch", "heads")
 }
 """Rows whose program XLA of jax 0.11.2 cannot compile on a CPU: it ends the process where devices sum arrays without elements, as
 the gradients of no keys are, and jax's own transpose of shard_map asks for that sum."""
 NAMES = tuple(
-    name for case in CASES for split in SPLITS for kind in KINDS if (name := f"{case}-{split}-{kind}") not in CRASHING
-)
+    name
+    for case in CASES
+    for split in SPLITS
+    for kind in KINDS
+    if (name := f"{case}-{split}-{kind}") not in CRASHING
+    and not (CASES[case].expectations and split in ("sequence", "cube"))
+)  # context= computes no expectations
 
 
 # ------------------------------------------------------------------- the call
@@ -207,11 +214,15 @@ def attend(row: Row, given: Arrays, layout: flexjax.ContextLayout | None, device
     asked = flexjax.AuxRequest(lse=True, max_scores=True)
     if case.weights is not None:
         asked, options["weights"] = flexjax.AuxRequest(total=True), case.weighting(given)
+    if case.expectations:
+        asked = dataclasses.replace(asked, expectations=case.functions(given))
     out, aux = flexjax.flex_attention(
         *(turned(given[name]) for name in "qkv"), score_mod=score_mod, sinks=given.get("sinks"), scale=case.scale,
         layout=case.layout, return_aux=asked, implementation="xla", **options,
     )  # fmt: skip
     found = {"out": out, "lse": aux.total if case.weights else aux.lse, "max_scores": aux.max_scores}
+    if aux.expectations is not None:
+        found["expectations"] = jnp.stack(list(aux.expectations.values()), -1)
     return {name: turned(x) for name, x in found.items() if x is not None}
 
 
@@ -229,7 +240,10 @@ def _read_heads(row: Row, x: jax.Array) -> jax.Array:
 def loss(row: Row, floats: Arrays, rest: Arrays, layout: Any, device: bool = False) -> tuple[jax.Array, Arrays]:
     results = attend(row, floats | rest, layout, device)
     lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0.0)
-    return jnp.sum(results["out"] * rest["w"]) + jnp.sum(lse * rest["u"]), results
+    total = jnp.sum(results["out"] * rest["w"]) + jnp.sum(lse * rest["u"])
+    if row.case.expectations:
+        total += loss_of_expectations(results["expectations"], rest["u"])
+    return total, results
 
 
 def arrays_of(row: Row) -> tuple[Arrays, Arrays]:
@@ -262,6 +276,7 @@ def split_step(row: Row, known: Arrays) -> Callable[..., Any]:
 
         specs = tuple({name: row.spec_of(name, x) for name, x in part.items()} for part in (floats, rest))
         names = ("out", "lse", *(["max_scores"] if row.case.weights is None else []))
+        names += ("expectations",) * bool(row.case.expectations)
         rows = dict.fromkeys(names, row.spec("b", "h", "t"))
         return jax.shard_map(local, mesh=row.mesh, in_specs=specs, out_specs=(P(), rows))(floats, rest)
 

@@ -48,6 +48,8 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); None: that of this process
     """
+    if plan.expectations:
+        return "The GPU kernels compute no expectations."
     family, device = family_of(target, plan.options), refuses_device(target, plan.options)
     version = version or jax.__version_info__[:3]
     if plan.page and not choose_kernel.many_in_pages(plan):
@@ -169,6 +171,8 @@ class MosaicGpu:
             return why
         if derivative is None:
             return None
+        if len(derivative.groups) > 1:
+            return "The GPU kernels compute no gradients of expectations."
         if derivative.takes_cotangent:
             return rule_not_linear("GPU")
         plan = kernel_plans.kernel_plan(plan, family_of(target, plan.options), backward=True)

@@ -12,6 +12,8 @@ A row whose scores are all -inf (and that has no sink) has `out = 0`, `lse = -in
 
     p             = weights(s, b, h, q, k), 0 where mask is off or s is -inf
     total         = sum over k of p, which takes the place of lse
+
+An expectation of f is the sum over k of p * f(s, b, h, q, k), without the entries where mask is off or s is -inf.
 """
 
 import functools
@@ -32,6 +34,8 @@ def reference_attention(
     *,
     score_mod: ScoreMod | None = None,
     weights: ScoreMod | None = None,
+    expectations: Sequence[ScoreMod] = (),
+    of_products: bool = False,
     mask_mod: MaskMod | None = None,
     mask: jax.Array | None = None,
     scale: float | jax.Array | None = None,
@@ -43,12 +47,13 @@ def reference_attention(
     dropout_keep: jax.Array | None = None,
     indices: Sequence[jax.Array] | None = None,
     lengths: tuple[jax.Array | None, jax.Array | None] = (None, None),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention by its definition. Shapes are for layout "BTNH"; "BNTH" swaps `T` and `N` everywhere.
 
     query:        [B, T, N, D]; key [B or 1, S, M, D]; value [B or 1, S, M, E]; `M` divides `N`.
     score_mod:    (score, b, h, q, kv) -> score, on scalars; `h` is the query head.
     weights:      (score, b, h, q, kv) -> weight, on scalars, in place of the softmax; None: softmax.
+    expectations: functions as `weights`; with `of_products` of the score before `score_mod`.
     mask_mod:     (b, h, q, kv) -> bool, on scalars; True keeps the entry.
     mask:         bool, broadcastable to [B, N, T, S]; kept entries satisfy it and `mask_mod`.
     scale:        factor on the dot products; `1 / sqrt(D)` if None.
@@ -65,7 +70,8 @@ def reference_attention(
 
     Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N]. The last two are
     float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype. `lse` is the natural
-    logarithm and counts the sink, or the total of `weights`; `max_scores` leaves it out and has no gradient.
+    logarithm and counts the sink, or the total of `weights`; `max_scores` leaves it out and has no gradient. With n
+    `expectations` they follow, [B, T, N, n] in the dtype of lse.
     """
     wide = jnp.result_type(float)
     head_first = layout == "BNTH"
@@ -83,6 +89,7 @@ def reference_attention(
 
     at = _indices(scores.shape) if indices is None else indices
     on = _existing(_mask_everywhere(mask_mod, mask, scores.shape, at), scores.shape, lengths)
+    products = scores
     if score_mod is not None and scores.size:
         scores = _modified(score_mod, scores, on, at)
     if on is not None:
@@ -93,6 +100,13 @@ def reference_attention(
     else:
         probs = _weights(weights, scores, at)
         lse, max_scores = probs.sum(-1), jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=-jnp.inf)
+    found = []
+    if expectations:
+        hidden, given = scores == -jnp.inf, products if of_products else scores
+        values = (_values(f, given, hidden, at) for f in expectations)
+        found = [jnp.stack([(probs * x).sum(-1) for x in values], -1)]
+        if rows is not None:
+            found = [jnp.where((jnp.arange(found[0].shape[2]) < rows[:, None, None])[..., None], found[0], 0.0)]
     if dropout_keep is not None:
         probs = jnp.where(dropout_keep, probs / (1.0 - dropout_rate), 0.0)
     out = jnp.einsum("bhqk,bhke->bhqe", probs, v, precision=jax.lax.Precision.HIGHEST).astype(query.dtype)
@@ -103,8 +117,8 @@ def reference_attention(
             for x, none in ((lse, -jnp.inf if weights is None else 0.0), (max_scores, -jnp.inf))
         )
     if head_first:
-        return out, lse, max_scores
-    return tuple(jnp.swapaxes(x, 1, 2) for x in (out, lse, max_scores))  # pyright: ignore[reportReturnType]
+        return out, lse, max_scores, *found
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (out, lse, max_scores, *found))
 
 
 def _heads_first(x: jax.Array, already: bool) -> jax.Array:
@@ -207,10 +221,14 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, inde
 
 def _weights(weights: ScoreMod, scores: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     """The weights [B, N, T, S] of scores that are -inf at hidden entries."""
+    return _values(weights, scores, scores == -jnp.inf, at)
+
+
+def _values(function: ScoreMod, scores: jax.Array, hidden: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    """A function of scores [B, N, T, S], 0 where `hidden`."""
     if not scores.size:
         return scores
-    on = scores != -jnp.inf
-    return jnp.where(on, _modified(weights, jnp.where(on, scores, 0.0), on, at), 0.0)
+    return jnp.where(hidden, 0.0, _modified(function, jnp.where(hidden, 0.0, scores), ~hidden, at))
 
 
 @jax.custom_jvp

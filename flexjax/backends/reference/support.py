@@ -70,13 +70,18 @@ class DenseBackend:
 
         derivative   program of score_mod's derivatives, if the pass is differentiated
         """
-        score_mod = None if plan.score is None else _score_mod(plan, derivative or plan.score, operands)
-        out, lse, top = reference_attention(
+        program = derivative or plan.score
+        several = [] if program is None else [program.results, program.groups][derivative is not None]
+        mods = [_score_mod(plan, program, operands, derivative, n) for n in range(len(several))] if program else []
+        score_mod = mods[0] if mods else None
+        out, lse, top, *sums = reference_attention(
             operands.query,
             operands.key,
             operands.value,
             score_mod=None if plan.weighted else score_mod,
             weights=score_mod if plan.weighted else None,
+            expectations=mods[1:],
+            of_products=True,
             mask=_mask(plan, operands),
             scale=plan.scale,
             sinks=operands.sinks,
@@ -90,7 +95,8 @@ class DenseBackend:
         dtype = plan.score_dtype
         # backward forms no delta: it differentiates this pass
         rounding = jnp.zeros_like(out) if plan.returns_rounding else None
-        return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None, rounding)
+        top = top.astype(dtype) if plan.max_scores else None
+        return Results(out, lse.astype(dtype), top, rounding, *(x.astype(dtype) for x in sums))
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands, None for the others: jax.vjp of `forward`, which runs again."""
@@ -99,8 +105,10 @@ class DenseBackend:
         flags = wanted.flat
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
-        def results_of(*moved: Array) -> tuple[Array, Array]:
-            """out and lse as a function of the wanted operands alone, in the order of Operands.movable."""
+        def results_of(*moved: Array) -> tuple[Array, ...]:
+            """out, lse and the sums of the second group of a derivative program as a function of the wanted operands
+            alone, in the order of Operands.movable.
+            """
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
             names = Operands._fields[:FIRST_CAPTURE]
@@ -108,10 +116,13 @@ class DenseBackend:
                 **dict(zip(names, values, strict=False)), score_captures=tuple(values[FIRST_CAPTURE:])
             )
             made = self.forward(plan, changed, target, derivative)
-            return made.out, made.lse
+            return made.out, made.lse, *([] if made.expectations is None else [made.expectations])
 
-        _, pull = jax.vjp(results_of, *moving)
-        found = iter(pull((d_out.astype(results.out.dtype), jnp.zeros_like(results.lse) if d_lse is None else d_lse)))
+        (_, lse, *sums), pull = jax.vjp(results_of, *moving)
+        d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
+        if sums and not plan.weighted:
+            d_lse = d_lse + sums[0][..., 0]  # d_lse already lacks the sum that is differentiated here
+        found = iter(pull((d_out.astype(results.out.dtype), d_lse, *map(jnp.ones_like, sums))))
         return Gradients.of([next(found) if want else None for want in flags])
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
@@ -119,19 +130,23 @@ class DenseBackend:
         return contextlib.nullcontext()
 
 
-def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
-    """The plan's score program as a function (score, b, h, q_idx, kv_idx) -> score of scalars; so is that of its
-    derivatives.
+def _score_mod(
+    plan: KernelPlan, whole: Program, operands: Operands, derivative: Program | None, number: int
+) -> Callable[..., Array]:
+    """A result of the plan's score program `whole` as a function (score, b, h, q_idx, kv_idx) -> number of scalars; if
+    `whole` is the `derivative` program, that of its group `number`, with its derivatives.
     """
     captures = operands.score_captures
+    group = whole.results[number : number + 1] if derivative is None else whole.groups[number]
+    program = with_results(whole, group[:1])
 
     def score_mod(score: Array, *at: Array) -> Array:
         made = call_program(program, captures, at, score.astype(plan.score_dtype))
         return made.astype(score.dtype)
 
-    if len(program.results) == 1:
+    if derivative is None:
         return score_mod
-    loads = [typing.cast(Load, program.steps[n]) for n in program.gradients]
+    loads = [typing.cast(Load, whole.steps[n]) for n in whole.gradients]
 
     @jax.custom_vjp
     def with_rules(score: Array, loaded: list[Array], at: tuple[Array, ...], captures: tuple[Array, ...]) -> Array:
@@ -141,10 +156,8 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
     def pull(given: tuple, cotangent: Array) -> tuple:
         """The cotangents of `score` and `loaded`; the other arguments have none."""
         score, _, at, captures = given
-        results = [
-            call_program(with_results(program, [r]), captures, at, score, cotangent) for r in program.results[1:]
-        ]
-        if not program.takes_cotangent:
+        results = [call_program(with_results(whole, [r]), captures, at, score, cotangent) for r in group[1:]]
+        if not whole.takes_cotangent:
             results = [cotangent * r for r in results]
         dtypes = [load.out.dtype for load in loads]
         return results[0], [r.astype(d) for r, d in zip(results[1:], dtypes, strict=True)], None, None
@@ -153,7 +166,7 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
 
     def differentiable(score: Array, *at: Array) -> Array:
         """As score_mod, with the derivatives of the program."""
-        loaded = [call_program(with_results(program, [load.out]), captures, at) for load in loads]
+        loaded = [call_program(with_results(whole, [load.out]), captures, at) for load in loads]
         stopped = jax.lax.stop_gradient(captures)
         return with_rules(score.astype(plan.score_dtype), loaded, at, stopped).astype(score.dtype)
 

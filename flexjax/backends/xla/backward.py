@@ -17,6 +17,11 @@ Of a weighted plan, with w the weights and dtotal the cotangent of their sum (th
     dw    = dp + dtotal                    in place of ds', with s' = w: the cotangent of the program's result
     dv    = (w r)^T do
 
+Beside expectations (passes/expectations.py) the derivative program has a second group, fbar and its derivatives:
+
+    ds'   = p (dp + fbar - delta + dlse)   of a weighted plan dw = dp + dtotal + fbar
+    ds    = ds' * ds'/ds + p * dfbar/ds    and so dl_j; p is w of a weighted plan
+
 A derivative rule that is not linear takes ds' itself and gives ds and ds' * ds'/dl_j (Program.takes_cotangent).
 
 A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key
@@ -172,6 +177,11 @@ class BackwardSweep(typing.NamedTuple):
                 return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
             dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit))
             cotangent = (dp if multiplier is None else dp * multiplier) - delta
+            # the value of the second group is a part of the cotangent over p
+            width = 1 if self.derivative is None else 1 + len(self.derivative.gradients)
+            beside = scores.partials[width:]
+            more = times_partial(jnp.ones_like(p), beside[0]) if beside else None
+            cotangent = cotangent if more is None else cotangent + more
             cotangent = cotangent if plan.weighted else p * cotangent
             of_loads = cotangent
             if self.derivative is not None and self.derivative.takes_cotangent:
@@ -182,9 +192,10 @@ class BackwardSweep(typing.NamedTuple):
             elif tiled.rounds_weights and self.captured.slots:
                 weights = p if multiplier is None else p * multiplier
                 weights = tile_math.rounded_weights(weights, lse * tile_math.LOG2E, plan.dtype)
-                of_loads = weights * dp - p * delta
-            buffers = self.captured.add(buffers, row, visit, scores, of_loads)
+                of_loads = weights * dp - p * (delta if more is None else delta - more)
+            buffers = self.captured.add(buffers, row, visit, scores, (of_loads, p))
             d_raw = times_partial(cotangent, scores.partials[0]) if scores.partials else cotangent
+            d_raw = d_raw + times_partial(p, beside[1]) if beside else d_raw
             ds = zero_where_off(scores, d_raw) * scale
             if dq is not None:
                 dq = dq + tiled.weights_times_value(ds, tiled.take_columns(tiled.key, row, visit))

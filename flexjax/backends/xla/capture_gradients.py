@@ -7,6 +7,7 @@ never have queries times keys elements unless the captured array has that size i
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -57,8 +58,8 @@ Carry = typing.TypeVar("Carry")
 class LoadSlot:
     """One load whose captured array needs a gradient or has a tangent."""
 
-    # place of the derivative of the score by the load in VisitScores.partials
-    partial: int
+    # places in VisitScores.partials of the derivatives by the load, of the score and of the program's other groups
+    partials: tuple[int, ...]
     load: Load
     # SCALAR, ROW, COLUMN, DIAGONAL or TILE, which decides the shape of its buffer
     kind: str
@@ -80,18 +81,19 @@ class LoadSlot:
 
 
 def slots(derivative: Program, wanted: Sequence[bool]) -> list[LoadSlot]:
-    """A LoadSlot for each load of a wanted captured array by which the derivative of the score is not the literal 0."""
-    found, indices = [], loop_indices(derivative)
+    """A LoadSlot for each load of a wanted captured array by which a derivative is not the literal 0."""
+    found, indices, width = [], loop_indices(derivative), 2 + len(derivative.gradients)
     for place, step in enumerate(derivative.gradients):
         load = derivative.steps[step]
         assert isinstance(load, Load)
-        result = derivative.results[2 + place]
-        zero = isinstance(result, Lit) and result.value == 0
+        partials = tuple(range(1 + place, len(derivative.results) - 1, width))
+        results = [derivative.results[1 + n] for n in partials]
+        zero = all(isinstance(r, Lit) and r.value == 0 for r in results)
         if wanted[load.capture] and not zero:
             axes = frozenset().union(*map(axes_of, load.index))
             loops = tuple(indices[axis] for axis in in_loop_order(axes))
             plan = slice_plan(load)
-            found.append(LoadSlot(1 + place, load, classify_load(load).kind, positions_of(axes), plan, loops))
+            found.append(LoadSlot(partials, load, classify_load(load).kind, positions_of(axes), plan, loops))
     return found
 
 
@@ -153,14 +155,24 @@ class CaptureGradients:
         return slot.axes | {"b"} if origin is not None and origin.differs_by_entry(slot.axes) else slot.axes
 
     def add(
-        self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangent: Array
+        self,
+        buffers: list[Array],
+        row: TileRow,
+        visit: BlockVisit,
+        scores: VisitScores,
+        cotangents: Sequence[Array],
     ) -> list[Array]:
-        """The buffers with the gradients from one visit added, of the `cotangent` [batch, heads, block_q, keys]."""
+        """The buffers with the gradients from one visit added, of `cotangents` [batch, heads, block_q, keys] of the
+        value of each group of the derivative program.
+        """
         out = []
         for slot, buffer in zip(self.slots, buffers, strict=True):
 
-            def add_element(buffer: Array, partial: Array | Lit, at: Sequence[Array], slot: LoadSlot = slot) -> Array:
-                tile = zero_where_off(scores, times_partial(cotangent, partial))
+            def add_element(
+                buffer: Array, partials: Sequence[Array | Lit], at: Sequence[Array], slot: LoadSlot = slot
+            ) -> Array:
+                terms = map(times_partial, cotangents, partials)
+                tile = zero_where_off(scores, functools.reduce(jnp.add, terms))
                 if not at or self._like_array(slot):
                     return self._add(slot, buffer, row, visit, scores, tile)
                 part = self._add(slot, buffer[tuple(at)], row, visit, scores, tile)
@@ -285,21 +297,21 @@ def nested(counts: Sequence[int], body: Callable[[Sequence[Array], Carry], Carry
 def each_element(
     slot: LoadSlot,
     scores: VisitScores,
-    body: Callable[[Carry, Array | Lit, Sequence[Array]], Carry],
+    body: Callable[[Carry, Sequence[Array | Lit], Sequence[Array]], Carry],
     carry: Carry,
 ) -> Carry:
-    """The carry after `body(carry, derivative by the element, values of the loop indices)` for each element of a load.
+    """The carry after `body(carry, derivatives by the element, values of the loop indices)` for each element of a load.
 
     A load reads one element at a position, or one for each value of its loop indices. `scores.tile` then has its index
     values.
     """
-    partial, values = scores.partials[slot.partial], scores.values
+    partials, values = [scores.partials[n] for n in slot.partials], scores.values
     assert values is not None
-    wanted = [slot.load.out, *([partial.result] if isinstance(partial, LoopedPartial) else [])]
+    wanted = [slot.load.out, *(p.result for p in partials if isinstance(p, LoopedPartial))]
 
     def nest(values: Values, loops: Sequence[Val], at: tuple[Array, ...], carry: Carry) -> Carry:
         if not loops:
-            return body(carry, partial.read(values) if isinstance(partial, LoopedPartial) else partial, at)
+            return body(carry, [p.read(values) if isinstance(p, LoopedPartial) else p for p in partials], at)
 
         def one_value(k: Array, carry: Carry) -> Carry:
             found = values.bind(loops[0], jnp.reshape(k, (1, 1, 1, 1)), wanted)
@@ -341,8 +353,11 @@ def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
     return lax.dynamic_update_slice(buffer, old + part.astype(buffer.dtype), start)
 
 
-def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequence[Array | None]) -> Array | None:
-    """The tangent of the score that comes from the tangents of captured arrays, over the tile of one visit.
+def tangent_of_loads(
+    scores: VisitScores, derivative: Program, tangents: Sequence[Array | None], group: int = 0
+) -> Array | None:
+    """The tangent of the score, or of the value of another group of the program, over the tile of one visit: the part
+    that comes from the tangents of captured arrays.
 
     It is the sum over loads of the derivative by the load times what the load reads from the tangent of its array.
     `tangents` are padded as the arrays are, None for none. The result broadcasts to the tile; None if no term is left.
@@ -350,13 +365,15 @@ def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequenc
     total = None
     for slot in slots(derivative, [t is not None for t in tangents]):
 
-        def add(total: Array | None, partial: Array | Lit, at: Sequence[Array], slot: LoadSlot = slot) -> Array:
+        def add(
+            total: Array | None, partials: Sequence[Array | Lit], at: Sequence[Array], slot: LoadSlot = slot
+        ) -> Array:
             found = scores.tile.read(slot.load, typing.cast(Array, tangents[slot.load.capture]))
             axes = positions_of(slot.load.out.axes)
             found = scores.tile.spread(found, axes, frozenset({"q", "kv"})).astype(scores.raw.dtype)
             if scores.tile.guard is not None:
                 found = jnp.where(scores.tile.guard, found, jnp.zeros_like(found))
-            term = times_partial(found, partial)
+            term = times_partial(found, partials[group])
             return term if total is None else total + term
 
         if slot.loops:  # a loop begins with the type that it returns

@@ -75,7 +75,7 @@ class XlaBackend:
         tangents: Gradients,
         derivative: Program | None,
         target: Target,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, ...]:
         return tangent(plan, operands, results, tangents, derivative, target)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,10 @@ With t before the name of a tangent, s' the modified score, l_j the loads of cap
 Of a weighted plan s' is the weight w, and ttotal takes the place of tlse:
 
     tout = sum r (tw v + w tv)        ttotal = sum tw
+
+Of an expectation E = sum p F of a function F of s', whose tangent tF is as ts':
+
+    tE = sum p (ts' F + tF) - E tlse      of a weighted plan sum (tw F + w tF)
 """
 
 import typing
@@ -44,8 +48,8 @@ def tangent(
     tangents: Gradients,
     derivative: Program | None,
     target: Target,
-) -> tuple[Array, Array]:
-    """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
+) -> tuple[Array, ...]:
+    """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes and dtypes of these.
 
     tangents     of the operands; None where an operand has no tangent, which counts as 0
     derivative   program of score_mod's derivatives; None where score_mod is the identity
@@ -57,18 +61,20 @@ def tangent(
         if tangents.sinks is not None:
             by_head = tangents.sinks.astype(t_lse.dtype)
             t_lse = t_lse + (by_head if plan.layout == "BTNH" else by_head[:, None])
-        return jnp.zeros_like(results.out), where_exists(t_lse, query_lengths, plan)
+        sums = [jnp.zeros((*t_lse.shape, plan.expectations), t_lse.dtype)] * (plan.expectations > 0)
+        return jnp.zeros_like(results.out), where_exists(t_lse, query_lengths, plan), *sums
     tiled = TiledOperands(plan, operands, target, derivative)
     tiled_tangents = TiledTangents(tiled, tangents, derivative, results)
     s = tiled.sizes
     one_row = lambda step: _row(tiled_tangents, row_at(plan, s, tiled.lists, step, tiled.lengths))
     if s.steps == 1:
-        t_out, t_lse = (x[None] for x in one_row(jnp.int32(0)))
+        t_out, t_lse, *sums = (x[None] for x in one_row(jnp.int32(0)))
     else:
-        t_out, t_lse = lax.map(one_row, jnp.arange(s.steps, dtype=jnp.int32))
-    t_out = heads_first(join_rows(t_out, s)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
+        t_out, t_lse, *sums = lax.map(one_row, jnp.arange(s.steps, dtype=jnp.int32))
+    whole = lambda x: heads_first(join_rows(x, s)[:, :, : plan.q_len], plan)
     t_lse = heads_first(join_rows(t_lse, s)[:, :, : plan.q_len, 0], plan)
-    return where_exists(t_out, query_lengths, plan), where_exists(t_lse, query_lengths, plan)
+    found = (whole(t_out).astype(plan.out_dtype), t_lse, *map(whole, sums))
+    return tuple(where_exists(x, query_lengths, plan) for x in found)
 
 
 class TiledTangents:
@@ -95,8 +101,8 @@ class TiledTangents:
         self.out = pad_to(in_compute(results.float32_out), 2, tiled.sizes.padded_q)
 
 
-def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
-    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row."""
+def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, ...]:
+    """(tangent of out [batch, heads, block_q, E], of lse [.., 1]) and perhaps of expectations [.., n] of a tile row."""
     tiled = tiled_tangents.tiled
     plan, s = tiled.plan, tiled.sizes
     take = lambda x: None if x is None else tiled.take_rows(x, row)
@@ -107,9 +113,14 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     assert out is not None
     scale = jnp.asarray(plan.scale, tiled.compute)
 
-    def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
-        """Adds to the sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1]."""
-        weighted, t_lse = state
+    derivative, n = tiled_tangents.derivative, plan.expectations
+    width = 2 if derivative is None else 2 + len(derivative.gradients)
+
+    def visit_tile(state: tuple[Array, ...], visit: BlockVisit) -> tuple[Array, ...]:
+        """Adds to the sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1]; of p (ts' F +
+        tF) and of p F [.., n] with expectations.
+        """
+        weighted, t_lse, *sums = state
         columns = lambda x: tiled.take_columns(x, row, visit)
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, tiled_tangents.derivative, mask_q_end=True)
@@ -123,28 +134,41 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
             )
             if a is not None and b is not None
         ]
-        t_score = jnp.zeros_like(raw) if not products else sum(products) * scale
-        if scores.partials:
-            t_score = times_partial(t_score, scores.partials[0])
-        if tiled_tangents.derivative is not None:
-            loads = tangent_of_loads(scores, tiled_tangents.derivative, tiled_tangents.captures)
-            t_score = t_score if loads is None else t_score + loads
-        t_score = zero_where_off(scores, t_score)
+        t_raw = jnp.zeros_like(raw) if not products else sum(products) * scale
+
+        def moved_value(group: int) -> Array:
+            """The tangent of the score, or of the value of another group of the derivative program."""
+            moved = times_partial(t_raw, scores.partials[group * width]) if scores.partials else t_raw
+            loads = None
+            if derivative is not None:
+                loads = tangent_of_loads(scores, derivative, tiled_tangents.captures, group)
+            return zero_where_off(scores, moved if loads is None else moved + loads)
+
+        t_score = moved_value(0)
         p = scores.modified if plan.weighted else tile_math.probabilities(scores.modified, lse)
         moved = t_score if plan.weighted else p * t_score
+        if sums:
+            f = [scores.partials[group * width - 1] for group in range(1, n + 1)]
+            t_terms = [times_partial(moved, f[i]) + p * moved_value(1 + i) for i in range(n)]
+            terms = [times_partial(p, x) for x in f]
+            add = lambda total, parts: total + jnp.stack([zero_where_off(scores, x).sum(-1) for x in parts], -1)
+            sums = [add(sums[0], t_terms), add(sums[1], terms)]
         multiplier = dropout_multiplier(tiled, row, visit)
         kept = lambda x: x if multiplier is None else x * multiplier
         dropped = kept(p)
         weighted = weighted + tiled.weights_times_value(kept(moved), columns(tiled.value))
         if tiled_tangents.value is not None:
             weighted = weighted + tiled.weights_times_value(dropped, columns(tiled_tangents.value))
-        return weighted, t_lse + moved.sum(-1, keepdims=True)
+        return weighted, t_lse + moved.sum(-1, keepdims=True), *sums
 
     shape = (s.batch, s.heads, s.block_q)
-    start = (jnp.zeros((*shape, plan.value_dim), tiled.compute), jnp.zeros((*shape, 1), tiled.compute))
-    weighted, t_lse = walk(plan, s, row, visit_tile, tiled.vary_like_operands(start))
+    sizes = (plan.value_dim, 1, *([n, n] if n else []))
+    start = tuple(jnp.zeros((*shape, size), tiled.compute) for size in sizes)
+    weighted, t_lse, *sums = walk(plan, s, row, visit_tile, tiled.vary_like_operands(start))
     if tiled_tangents.sinks is not None:
         t_sink = lax.dynamic_slice(tiled_tangents.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
         sinks = typing.cast(Array, row_sinks(tiled, row))
         t_lse = t_lse + tile_math.probabilities(sinks, lse) * t_sink
-    return weighted if plan.weighted else weighted - out * t_lse, t_lse
+    if plan.weighted:
+        return weighted, t_lse, *sums[:1]
+    return weighted - out * t_lse, t_lse, *([sums[0] - sums[1] * t_lse] if sums else [])

@@ -45,8 +45,9 @@ class VisitScores:
     modified: Array
     # which entries count, broadcastable to the tile; None: all
     on: Array | None
-    # of a derivative program: derivatives of `modified` by the raw score, then by each load that has a gradient;
-    # cotangents if it takes the cotangent of `modified`, and () until that is known
+    # of a derivative program: derivatives of `modified` by the raw score, then by each load that has a gradient, and
+    # its other groups; cotangents if it takes the cotangent of `modified`, and () until that is known. Of a score
+    # program the functions of `modified` whose expectations are asked for
     partials: tuple[Array | Lit | LoopedPartial, ...]
     # keeps the index values of the loads
     tile: XlaTile

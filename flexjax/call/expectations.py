@@ -1,0 +1,75 @@
+"""The functions of AuxRequest(expectations=): checked, traced with score_mod as one program, and their sums by name.
+
+The program of a call with functions f_1 .. f_n gives the new score s', or its weight, and then f_i(s'), which count 0
+where s' is -inf. Its derivative program has the derivatives of each (trace/derivative.py).
+"""
+
+import functools
+import typing
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.errors import bad_argument
+from flexjax.mod_tools.made_for import Reach, check_sizes
+from flexjax.mod_tools.signatures import SCORE_ARGUMENTS
+from flexjax.plan.kernel_plan import FLOAT8
+from flexjax.trace.trace_mod import check_callable, check_function
+from flexjax.types import AuxRequest, ScoreMod
+
+Array = jax.Array
+
+
+def functions_of(return_aux: AuxRequest | None) -> Mapping[str, ScoreMod]:
+    """The functions that a call asks expectations of, by name."""
+    return {} if return_aux is None else return_aux.expectations or {}
+
+
+def check_expectations(return_aux: AuxRequest | None, dtype: str, reach: Reach | None) -> tuple[ScoreMod, ...]:
+    """The functions, in the order in which they were given. Raises ValueError.
+
+    dtype   of the inputs
+    reach   how far the indices count, for arrays that are too short; None: not known
+    """
+    given = functions_of(return_aux)
+    if given and dtype == FLOAT8:
+        raise bad_argument(
+            "return_aux.expectations", f"given for {FLOAT8} inputs", "None", "Cast query, key and value to bfloat16."
+        )
+    for name, function in given.items():
+        shown = f"return_aux.expectations[{name!r}]"
+        check_callable(shown, function, SCORE_ARGUMENTS)
+        if reach is not None:
+            check_sizes(shown, function, reach)
+        check_function(shown, function, "float64" if dtype == "float64" else "float32", integers=True)
+    return tuple(given.values())
+
+
+def with_functions(
+    score_mod: ScoreMod | None, weights: ScoreMod | None, functions: tuple[ScoreMod, ...]
+) -> Callable[..., tuple[Array, ...]]:
+    """(s' or weights(s'), each of `functions` of s'), with the arguments of score_mod; s' is what score_mod gives.
+
+    All but s' are 0, with gradients of 0, where s' is -inf.
+    """
+
+    def several(score: Array, *at: Array) -> tuple[Array, ...]:
+        given = [typing.cast(typing.Any, f) for f in functions]
+        if score_mod is None:
+            first = score if weights is None else weights(score, *at)  # pyright: ignore[reportCallIssue]
+            return first, *(jnp.asarray(f(score, *at)).astype(score.dtype) for f in given)
+        new = jnp.asarray(score_mod(score, *at), score.dtype)  # pyright: ignore[reportCallIssue]
+        hidden = new == -jnp.inf
+        # the inner select keeps NaN out of derivatives, as of -inf * sigmoid(-inf)
+        seen = jnp.where(hidden, jnp.zeros_like(new), new)
+        counts = lambda x: jnp.where(hidden, jnp.zeros_like(x), x)
+        first = new if weights is None else counts(weights(seen, *at))  # pyright: ignore[reportCallIssue]
+        return first, *(counts(jnp.asarray(f(seen, *at)).astype(score.dtype)) for f in given)
+
+    return several if score_mod is None else functools.wraps(score_mod)(several)
+
+
+def named(return_aux: AuxRequest, sums: Array) -> dict[str, Array]:
+    """`sums` [.., n] as an array for each name."""
+    return {name: sums[..., i] for i, name in enumerate(functions_of(return_aux))}
