@@ -99,8 +99,9 @@ def _names(names: str) -> str:
 
 
 def _text(text: str) -> str:
-    """`text` with shapes and names as code, and Markdown's signs escaped outside of code."""
-    spans = re.split(r"(`[^`]*`)", text)
+    """`text` with shapes and names as code, pages of docs/ as links, and Markdown's signs escaped outside of both."""
+    spans = re.split(r"(`[^`]*`|docs/\w+\.md)", text)
+    spans[1::2] = (re.sub(r"^docs/((\w+)\.md)$", r"[\2](\1)", x) for x in spans[1::2])
     for n in range(0, len(spans), 2):
         pieces = CODE.split(spans[n])
         spans[n] = "".join(f"`{x}`" if k % 2 else re.sub(r"([*_\[\]<>#])", r"\\\1", x) for k, x in enumerate(pieces))

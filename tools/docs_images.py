@@ -42,7 +42,9 @@ def figures() -> dict[str, Figure]:
     blocks = Figure(figsize=(4.4, 4.4), layout="constrained")
     block_mask.plot(axes=blocks.subplots())
     return {
-        "weights": visualize.weights(query, key, score_mod=mods.alibi(4), mask_mod=masks.causal, tokens=TOKENS),
+        "weights": visualize.weights(
+            query, key, score_mod=mods.alibi(4), mask_mod=masks.causal, tokens=TOKENS, heads=[0, 3]
+        ),
         "scores": visualize.scores(
             query, key, score_mod=mods.softcap(2.0), mask_mod=masks.sliding_window(6), heads=[0, 1]
         ),

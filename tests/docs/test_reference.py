@@ -80,6 +80,7 @@ def to_markdown() -> types.ModuleType:
             "Runs.\n\n| argument | |\n|---|---|\n| `query`, `key` | as in f |\n\n```python\nx = 1\n\ny = 2\n```\n\n"
             "Example:\n\n```python\nf(1)\n```",
         ),
+        ("See docs/many_devices.md, or x_y.", "See [many_devices](many_devices.md), or `x_y`."),
     ],
 )
 def test_docstrings_become_markdown(to_markdown: types.ModuleType, docstring: str, markdown: str) -> None:
