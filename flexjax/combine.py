@@ -13,10 +13,12 @@ from jax import Array
 
 from flexjax.errors import ModError, not_bool
 from flexjax.mod_tools.made_for import sizes_of
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, misplaced, named, other_kind, without_types
 from flexjax.types import MaskMod, ScoreMod
 
 
+@without_frames
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """A mask mod `mask_mods[0](..) & mask_mods[1](..) & ..`. Raises ValueError for none and for anything else."""
     _check("and_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
@@ -30,6 +32,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     return named(f"and_masks({_names(mask_mods)})", *sizes_of(*mask_mods))(mask_mod)
 
 
+@without_frames
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """A mask mod `mask_mods[0](..) | mask_mods[1](..) | ..`. Raises ValueError for none and for anything else."""
     _check("or_masks", "mask_mods", mask_mods, MASK_ARGUMENTS)
@@ -41,6 +44,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     return named(f"or_masks({_names(mask_mods)})", *sizes_of(*mask_mods))(mask_mod)
 
 
+@without_frames
 def not_mask(mask_mod: MaskMod) -> MaskMod:
     """A mask mod `~mask_mod(..)`. Raises ValueError for anything that is not callable as a mask mod."""
     _check_one("not_mask", "mask_mod", mask_mod, MASK_ARGUMENTS)
@@ -52,6 +56,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     return named(f"not_mask({_names((mask_mod,))})", *sizes_of(mask_mod))(opposite)
 
 
+@without_frames
 def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
     """A score mod `.. score_mods[1](score_mods[0](score, ..), ..)`. Raises ValueError as `and_masks` does."""
     _check("chain_mods", "score_mods", score_mods, SCORE_ARGUMENTS)

@@ -11,6 +11,7 @@ from jax import core
 
 from flexjax.errors import bad_argument
 from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.refusals import without_frames
 
 ArrayArgument = jax.Array | np.ndarray
 """An array as users pass it."""
@@ -339,7 +340,13 @@ def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
+Weights.__init__ = without_frames(Weights.__init__)
+AuxRequest.__init__ = without_frames(AuxRequest.__init__)
+KernelOptions.__init__ = without_frames(_refusing_unknown_names(KernelOptions.__init__))
+Dropout.__init__ = without_frames(Dropout.__init__)
+# so that they may be arguments of a jitted function, such as jax.jit(flex_attention)
+for _static in (Weights, AuxRequest, KernelOptions):
+    jax.tree_util.register_static(_static)
 
 
 def _check_flags(owner: str, options: typing.Any) -> None:

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from flexjax.mod_tools.made_for import Size, sizes_of
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def batched(mask_mods: Sequence[MaskMod]) -> MaskMod:
     """mask = mask_mods[b](b, h, q_idx, kv_idx)
 

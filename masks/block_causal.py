@@ -3,9 +3,11 @@
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def block_causal(block: int) -> MaskMod:
     """mask = q_idx // block >= kv_idx // block
 

@@ -4,9 +4,11 @@ from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
 from flexjax.mod_tools.made_for import Size
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def block_diffusion(length: int, block: int) -> MaskMod:
     """mask = own | past | clean, over [noisy copy | clean copy], `i` and `j` are the blocks in the copies:
 

@@ -10,12 +10,14 @@ from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_or_vector
 from flexjax.mod_tools.made_for import of_array
 from flexjax.mod_tools.numpy_arrays import as_array
+from flexjax.mod_tools.refusals import no_factory
 from flexjax.mod_tools.signatures import MaskMod, named
 
 FARTHEST = 2**30
 """Offsets that are on the host are cut to it, so that their sum with a position stays in int32."""
 
 
+@no_factory
 def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     """mask = q_idx >= kv_idx
 

@@ -3,9 +3,11 @@
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def chunked(chunk: int) -> MaskMod:
     """mask = (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx)
 
@@ -27,6 +29,7 @@ def chunked(chunk: int) -> MaskMod:
     return mask_mod
 
 
+@without_frames
 def block_diagonal(block: int) -> MaskMod:
     """mask = q_idx // block == kv_idx // block
 

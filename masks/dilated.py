@@ -3,9 +3,11 @@
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import LARGEST, integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def dilated_window(window: int, dilation: int) -> MaskMod:
     """mask = (q_idx >= kv_idx) & (q_idx - kv_idx < window * dilation) & ((q_idx - kv_idx) % dilation == 0)
 
@@ -33,6 +35,7 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
     return mask_mod
 
 
+@without_frames
 def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
     """mask = (-right * dilation <= q_idx - kv_idx <= left * dilation) & ((q_idx - kv_idx) % dilation == 0)
 

@@ -2,7 +2,10 @@
 
 from jax import Array
 
+from flexjax.mod_tools.refusals import no_factory
 
+
+@no_factory
 def full(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     """mask = True
 
@@ -14,6 +17,7 @@ def full(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     return kv_idx >= 0
 
 
+@no_factory
 def noop_mask(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     """mask = True
 

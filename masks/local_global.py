@@ -6,9 +6,11 @@ from jax.typing import ArrayLike
 from flexjax.masks.global_tokens import global_tokens
 from flexjax.mod_tools.factory_arguments import integer
 from flexjax.mod_tools.made_for import sizes_of
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
     """mask = (abs(q_idx - kv_idx) <= reach) | is_global(q_idx) | is_global(kv_idx)
 

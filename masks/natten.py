@@ -10,11 +10,13 @@ from jax import Array
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import positive_integers
 from flexjax.mod_tools.made_for import Size
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 Size2d = tuple[int, int]
 
 
+@without_frames
 def natten_2d(canvas: Size2d, kernel: Size2d) -> MaskMod:
     """mask = within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
 
@@ -43,6 +45,7 @@ def natten_2d(canvas: Size2d, kernel: Size2d) -> MaskMod:
     return mask_mod
 
 
+@without_frames
 def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
     """mask = that of `natten_2d`, for tokens laid out tile by tile
 

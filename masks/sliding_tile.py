@@ -10,9 +10,11 @@ from jax import Array
 from flexjax.masks.natten import within
 from flexjax.mod_tools.factory_arguments import integer, positive_integers
 from flexjax.mod_tools.made_for import ANY, Size
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0) -> MaskMod:
     """mask = near | with_text
 
@@ -36,6 +38,7 @@ def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tupl
     return _sliding_tile("sliding_tile_2d", ("y", "x"), canvas, kernel, tile, text)
 
 
+@without_frames
 def sliding_tile_3d(
     canvas: tuple[int, int, int], kernel: tuple[int, int, int], tile: tuple[int, int, int], text: int = 0
 ) -> MaskMod:

@@ -3,9 +3,11 @@
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def streaming(sinks: int, window: int) -> MaskMod:
     """mask = (q_idx >= kv_idx) & ((kv_idx < sinks) | (q_idx - kv_idx < window))
 

@@ -3,9 +3,11 @@
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@without_frames
 def strided(stride: int) -> MaskMod:
     """mask = (q_idx >= kv_idx) & ((q_idx - kv_idx < stride) | ((q_idx - kv_idx) % stride == 0))
 
@@ -31,6 +33,7 @@ def strided(stride: int) -> MaskMod:
     return mask_mod
 
 
+@without_frames
 def strided_fixed(stride: int, summary: int = 1) -> MaskMod:
     """mask = (q_idx >= kv_idx) & (same | last)
 

@@ -7,6 +7,7 @@ from flexjax.mod_tools.array_reads import value_at
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer, integer_or_vector
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
@@ -35,6 +36,7 @@ def sliding_window(window: ArrayLike) -> MaskMod:
     return mask_mod
 
 
+@without_frames
 def two_sided_window(left: int, right: int) -> MaskMod:
     """mask = (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 

@@ -6,10 +6,12 @@ from jax import Array
 
 from flexjax.mod_tools.factory_arguments import integer
 from flexjax.mod_tools.made_for import Size
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 from flexjax.mods.distance import distance_penalty
 
 
+@without_frames
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """slopes[i] = 2 ** (-8 * (i + 1) / n)   if `num_heads = n` is a power of two
 
@@ -23,6 +25,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([_geometric(power), between]).astype(np.float32)
 
 
+@without_frames
 def alibi(num_heads: int) -> ScoreMod:
     """score - slopes[h] * abs(q_idx - kv_idx),  slopes = alibi_slopes(num_heads)
 

@@ -6,9 +6,11 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.factory_arguments import float_array
 from flexjax.mod_tools.made_for import Size, of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def relative_table(table: ArrayLike) -> ScoreMod:
     """score + table[h, q_idx - kv_idx + T - 1]
 
@@ -38,6 +40,7 @@ def relative_table(table: ArrayLike) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def pair_bias(bias: ArrayLike) -> ScoreMod:
     """score + bias[b, h, q_idx, kv_idx]
 

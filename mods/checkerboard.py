@@ -4,9 +4,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import finite_number
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def checkerboard(even: float = 1.0, odd: float = 0.5) -> ScoreMod:
     """score * (even if (q_idx - kv_idx) % 2 == 0 else odd)
 

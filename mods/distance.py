@@ -7,9 +7,11 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import positive_number_or_vector
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def distance_penalty(slopes: ArrayLike) -> ScoreMod:
     """score - slopes[h] * abs(q_idx - kv_idx)
 
@@ -27,6 +29,7 @@ def distance_penalty(slopes: ArrayLike) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def log_distance_penalty(height: ArrayLike, rate: ArrayLike) -> ScoreMod:
     """score - height[h] * log(1 + rate[h] * abs(q_idx - kv_idx))
 

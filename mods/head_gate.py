@@ -8,9 +8,11 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.factory_arguments import float_array
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def head_gate(gate: ArrayLike) -> ScoreMod:
     """score * sigmoid(gate[h])
 

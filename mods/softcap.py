@@ -8,9 +8,11 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import positive_number, positive_number_or_vector
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def softcap(cap: ArrayLike) -> ScoreMod:
     """cap[h] * tanh(score / cap[h])
 
@@ -28,6 +30,7 @@ def softcap(cap: ArrayLike) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def softcap_approx(cap: float) -> ScoreMod:
     """cap * tanh_approx(score / cap)
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import float_array, integer
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
@@ -44,6 +45,7 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
     return score_mod
 
 
+@without_frames
 def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, max_distance: int = 128) -> np.ndarray:
     """bucket = n if n < m else m + min(floor(log(n / m) / log(max_distance / m) * (c - m)), c - m - 1),  m = c // 2
 

@@ -9,9 +9,11 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import integer, positive_number_or_vector
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def temperature(value: ArrayLike) -> ScoreMod:
     """score / value[h]
 
@@ -28,6 +30,7 @@ def temperature(value: ArrayLike) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def log_n_scaling(train_length: int) -> ScoreMod:
     """score * max(1, log(q_idx + 1) / log(train_length))
 
@@ -45,6 +48,7 @@ def log_n_scaling(train_length: int) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def scalable_softmax(factor: ArrayLike) -> ScoreMod:
     """score * factor[h] * log(q_idx + 1)
 

@@ -5,9 +5,11 @@ from jax.typing import ArrayLike
 
 from flexjax.mod_tools.factory_arguments import float_array, integer
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     """score * scales[b, h // group, kv_idx]
 
@@ -27,6 +29,7 @@ def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     return score_mod
 
 
+@without_frames
 def query_scales(scales: ArrayLike) -> ScoreMod:
     """score * scales[b, h, q_idx]
 

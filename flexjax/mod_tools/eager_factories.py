@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer, eval_context
 
 from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.settings import own_settings
 
 P = ParamSpec("P")
@@ -23,17 +24,9 @@ def eager(factory: Callable[P, T]) -> Callable[P, T]:
     refusals have no frames of flexjax.
     """
 
+    @without_frames
     @functools.wraps(factory)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        __tracebackhide__ = True
-        try:
-            return made(*args, **kwargs)
-        except (TypeError, ValueError) as error:
-            if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
-                raise
-            raise error.with_traceback(None) from None
-
-    def made(*args: P.args, **kwargs: P.kwargs) -> T:
         given = tuple(map(unwrapped, args)), {name: unwrapped(x) for name, x in kwargs.items()}
         leaves = jax.tree.leaves(given)
         if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in leaves):

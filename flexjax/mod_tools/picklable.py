@@ -69,7 +69,7 @@ def _stored(function: types.FunctionType) -> tuple:
 
 def _to_store(value: object) -> object:
     package = __name__.partition(".")[0]
-    if not isinstance(value, types.FunctionType) or "<locals>" not in value.__code__.co_qualname:
+    if not isinstance(value, types.FunctionType) or "<locals>" not in value.__qualname__:
         return value
     return _Inner(_stored(value)) if value.__module__.startswith(f"{package}.") else value
 

@@ -80,8 +80,11 @@ def traceback_of(eqns: Sequence[Equation]) -> types.TracebackType | None:
 AT_RUN_TIME = "a value that is known only at run time"
 
 
-def advice(link: types.TracebackType | None) -> str | None:
-    """The predicate of a sentence about the mod: what the statement does, and what to write; None if not known."""
+def advice(link: types.TracebackType | None, by_bools: bool = False) -> str | None:
+    """The predicate of a sentence about the mod: what the statement does, and what to write; None if not known.
+
+    by_bools   whether an array was indexed by bools
+    """
     found = None if link is None else _node(link)
     if link is None or found is None:
         return None
@@ -93,7 +96,7 @@ def advice(link: types.TracebackType | None) -> str | None:
     if isinstance(node, ast.Call):
         return _called(node, link.tb_frame)
     if isinstance(node, ast.Subscript):
-        return _indexed(node, link.tb_frame)
+        return _indexed(node, link.tb_frame, by_bools)
     return _decided(node, parents)
 
 
@@ -307,18 +310,24 @@ def _instead_of_call(function: object, node: ast.Call, arguments: list[str]) -> 
     return None
 
 
-def _indexed(node: ast.Subscript, frame: types.FrameType) -> str | None:
-    """For a list, tuple or dict that a traced value indexes, and for an index of bools."""
-    held, index = ast.unparse(node.value), ast.unparse(node.slice)
-    value = _value(node.value, frame)
+def _indexed(node: ast.Subscript, frame: types.FrameType, by_bools: bool) -> str | None:
+    """For what a traced value indexes and Python or numpy cannot read, for slices, and for what is written to."""
+    held, value = ast.unparse(node.value), _value(node.value, frame)
+    index = ast.unparse(node.slice)[1:-1] if isinstance(node.slice, ast.Tuple) else ast.unparse(node.slice)
+    if not isinstance(node.ctx, ast.Load):
+        return f"writes to `{held}`; a mod returns one number and changes nothing: compute the array before the call."
+    if any(isinstance(part, ast.Slice) for part in ast.walk(node.slice)):
+        todo = "compute before the call what it needs of each slice, for example x = jnp.cumsum(t) for sums of t[:i]"
+        return f"slices `{held}` by {AT_RUN_TIME}, so the length is not known; {todo}, and read an element."
     if isinstance(value, list | tuple) or isinstance(node.value, ast.List | ast.Tuple):
         return f"indexes a list by {AT_RUN_TIME}; write `jnp.asarray({held})[{index}]`."
     if isinstance(value, dict | set) or isinstance(node.value, ast.Dict):
         todo = "make an array of the values, values = jnp.asarray([...]), and write"
         return f"looks {AT_RUN_TIME} up in a dict; {todo} `values[{index}]`."
-    if isinstance(value, np.ndarray) or hasattr(value, "aval") or value is None:
+    if by_bools:
         return f"chooses elements by {AT_RUN_TIME}; write `jnp.where({index}, {held}, 0)`."
-    return None
+    kind = "a numpy array" if isinstance(value, np.ndarray) else "a numpy array or a list"
+    return f"indexes {kind} by {AT_RUN_TIME}; write `jnp.asarray({held})[{index}]`."
 
 
 def _hashable(value: object) -> bool:

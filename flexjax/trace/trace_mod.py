@@ -355,7 +355,11 @@ def _why(error: Exception, link: types.TracebackType | None) -> str | None:
         return advice(link) or IN_A_DICT
     # before TypeError in general, of which these are
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.NonConcreteBooleanIndexError):
-        return advice(link) or IN_PYTHON
+        return advice(link, isinstance(error, jax.errors.NonConcreteBooleanIndexError)) or IN_PYTHON
+    if (isinstance(error, TypeError) and "immutable" in text) or (
+        isinstance(error, IndexError) and re.search("static (start|integers)", text)
+    ):
+        return advice(link)
     if isinstance(error, IndexError) and re.search(r"size 0|empty axis", text):
         return "reads an array of size 0, which has no element to read; leave the read out where the array is empty."
     return None

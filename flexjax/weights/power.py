@@ -3,11 +3,13 @@
 from jax import Array, lax
 
 from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import named
 from flexjax.types import Weights
 from flexjax.weights.divisors import total_itself
 
 
+@without_frames
 def power(p: int) -> Weights:
     """s ** p,  out divided by the total
 

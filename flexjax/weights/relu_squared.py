@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import positive_number
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def relu_squared(n: float) -> ScoreMod:
     """max(s, 0) ** 2 / n
 

@@ -7,11 +7,13 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import positive_number_or_vector
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import named
 from flexjax.types import Weights
 from flexjax.weights.divisors import at_least_one
 
 
+@without_frames
 def retention(decay: ArrayLike) -> Weights:
     """s * decay[h] ** max(q_idx - kv_idx, 0),  out divided by max(abs(total), 1)
 

@@ -7,9 +7,11 @@ from jax.typing import ArrayLike
 from flexjax.mod_tools.array_reads import head_value
 from flexjax.mod_tools.factory_arguments import finite_number, float_array
 from flexjax.mod_tools.made_for import of_array
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def sigmoid(bias: ArrayLike) -> ScoreMod:
     """1 / (1 + exp(-(s + bias[h])))
 

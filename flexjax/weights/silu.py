@@ -4,9 +4,11 @@ import jax
 from jax import Array
 
 from flexjax.mod_tools.factory_arguments import positive_number
+from flexjax.mod_tools.refusals import without_frames
 from flexjax.mod_tools.signatures import ScoreMod, named
 
 
+@without_frames
 def silu(n: float) -> ScoreMod:
     """s * sigmoid(s) / n
 

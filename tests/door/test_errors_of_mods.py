@@ -2,7 +2,7 @@
 
 import inspect
 import math
-import pathlib
+import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks
+from flexjax import masks, mods
 from flexjax.errors import ModError, notebook_lines
 
 Array = jax.Array
@@ -147,6 +147,46 @@ def a_list(s, b, h, q, k):
     return s + [1.0, 2.0][h]
 
 
+class Held:
+    """An object that a mod captures, whose arrays stay those of numpy."""
+
+    table = np.zeros((1, 4), np.float32)
+    rows = np.ones(4, np.float32)
+
+
+def of_an_object(s, b, h, q, k):
+    return s + Held.table[jnp.abs(h), jnp.abs(q)]
+
+
+def row_of_an_object(s, b, h, q, k):
+    return s + Held.rows[jnp.abs(q)]
+
+
+def a_slice(s, b, h, q, k):
+    return s + TABLE[:q].sum()
+
+
+def a_slice_of_numpy(s, b, h, q, k):
+    return s + Held.table[0, k : k + 2].sum()
+
+
+def written_to(s, b, h, q, k):
+    TABLE[q] = 1
+    return s
+
+
+def written_to_numpy(s, b, h, q, k):
+    Held.table[0, q] += 1
+    return s
+
+
+SLICED = (
+    f"by {AT_RUN_TIME}, so the length is not known; compute before the call what it needs of each slice, for example "
+    "x = jnp.cumsum(t) for sums of t[:i], and read an element."
+)
+WRITTEN = "a mod returns one number and changes nothing: compute the array before the call."
+
+
 WRITE = {
     a_float: f"calls float() on {AT_RUN_TIME}; write `jnp.float32(q)`.",
     an_int: f"calls int() on {AT_RUN_TIME}; write `jnp.int32(s)`.",
@@ -175,6 +215,8 @@ WRITE = {
     repeated: f"decides by `while` on {AT_RUN_TIME}; write `jax.lax.while_loop(condition, body, start)`.",
     counted: f"calls range() on {AT_RUN_TIME}; write `jax.lax.fori_loop(0, q, body, value)`.",
     a_list: f"indexes a list by {AT_RUN_TIME}; write `jnp.asarray([1.0, 2.0])[h]`.",
+    of_an_object: f"indexes a numpy array or a list by {AT_RUN_TIME}; write `jnp.asarray(Held.table)[jnp.abs(h), jnp.abs(q)]`.",
+    row_of_an_object: f"indexes a numpy array or a list by {AT_RUN_TIME}; write `jnp.asarray(Held.rows)[jnp.abs(q)]`.",
 }
 
 
@@ -187,6 +229,19 @@ def place(mod: Callable, offset: int = 1) -> str:
 @pytest.mark.parametrize("mod", WRITE, ids=lambda mod: mod.__name__)
 def test_what_to_write(mod: Callable) -> None:
     assert str(raised(score_mod=mod)) == f"`score_mod` {WRITE[mod]}\n{place(mod)}"
+
+
+@pytest.mark.parametrize(
+    ("mod", "text"),
+    [
+        (a_slice, f"slices `TABLE` {SLICED}"),
+        (a_slice_of_numpy, f"slices `Held.table` {SLICED}"),
+        (written_to, f"writes to `TABLE`; {WRITTEN}"),
+        (written_to_numpy, f"writes to `Held.table`; {WRITTEN}"),
+    ],
+)
+def test_slices_and_writes(mod: Callable, text: str) -> None:
+    assert str(raised(score_mod=mod)) == f"`score_mod` {text}\n{place(mod)}"
 
 
 def test_what_is_written_means_the_same() -> None:
@@ -404,19 +459,55 @@ def test_explain_answers_for_callbacks_as_the_call_does(capfd: pytest.CaptureFix
 
     shape = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
     for given in (Q, shape):
-        for mods in ({"score_mod": branch}, {"mask_mod": always}, {"mask_mod": operand}):
+        for given_mods in ({"score_mod": branch}, {"mask_mod": always}, {"mask_mod": operand}):
             with pytest.raises(ModError) as caught:
-                flexjax.explain(given, given, given, **mods)
-            assert str(caught.value) == str(raised(**mods))
-            assert "runs on: reference" in flexjax.explain(given, given, given, **mods, implementation="reference")
+                flexjax.explain(given, given, given, **given_mods)
+            assert str(caught.value) == str(raised(**given_mods))
+            assert "runs on: reference" in flexjax.explain(
+                given, given, given, **given_mods, implementation="reference"
+            )
     jax.effects_barrier()
     assert "here" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("call", [lambda: masks.sliding_window(0), lambda: masks.sliding_window(1, 2)])
+def a_refused_chain() -> object:
+    return flexjax.chain_mods(masks.causal)  # type: ignore[arg-type]
+
+
+REFUSED = (
+    lambda: masks.sliding_window(0),
+    lambda: masks.sliding_window(1, 2),  # type: ignore[call-arg]
+    lambda: masks.block_causal(0),
+    lambda: mods.alibi(0),
+    lambda: mods.softcap(-1.0),
+    lambda: flexjax.weights.power(3),
+    lambda: flexjax.and_masks(),
+    lambda: flexjax.and_masks(masks.sliding_window),
+    lambda: flexjax.Dropout(1.5, None),
+    lambda: flexjax.KernelOptions(block_q=0),
+    lambda: flexjax.Weights(None),  # type: ignore[arg-type]
+    lambda: masks.causal(),  # type: ignore[call-arg]
+    a_refused_chain,
+)
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=range(len(REFUSED)))
 def test_a_refused_factory_shows_the_users_line(call: Callable[[], object]) -> None:
     with pytest.raises((ValueError, TypeError)) as refused:
         call()
-    package = pathlib.Path(flexjax.__file__).parent
-    inside = [entry for entry in refused.traceback if pathlib.Path(entry.path).is_relative_to(package)]
-    assert [entry.name for entry in inside] == ["run"]
+    assert files_of(refused.value) == {__file__}
+
+
+def test_all_frames_of_a_refused_factory() -> None:
+    jax.config.update("jax_traceback_filtering", "off")
+    with pytest.raises(ValueError, match="num_heads") as refused:
+        mods.alibi(0)
+    assert any(name.endswith("factory_arguments.py") for name in files_of(refused.value))
+
+
+@pytest.mark.parametrize("mod", [masks.causal, masks.full, masks.noop_mask, mods.identity])
+def test_a_mod_that_is_no_factory_says_so(mod: Callable) -> None:
+    with pytest.raises(TypeError) as caught:
+        mod()
+    assert str(caught.value) == (f"`{mod.__name__}` is a mod itself, no factory of mods: pass it without calling it.")
+    assert pickle.loads(pickle.dumps(mod)) is mod
