@@ -37,8 +37,8 @@ def document(
     All may be traced. Ids that the other side lacks (-1 for queries, -2 for keys) mark padding. Tokens outside of the
     offsets, or past the sum of the lengths, see nothing. Join it to `causal` for packed language models.
     A call of other sizes raises ValueError. Source: Krell et al., "Efficient Sequence Packing", arXiv:2107.02027.
-    Raises ValueError unless one of `segment_ids`, `lengths` and `offsets` is given, for arrays that do not fit, and for
-    traced lengths or offsets of more than 256 documents.
+    Raises ValueError unless one of `segment_ids`, `lengths` and `offsets` is given, for arrays that do not fit, for
+    known offsets that fall, and for traced lengths or offsets of more than 256 documents.
     Picture of `document(np.array([0, 0, 1, 1]))`, 4 x 4:
 
         # # . .
@@ -59,7 +59,7 @@ def document(
                 "keys with `segment_ids` too."
             )
         made = _offsets_of_lengths(lengths) if offsets is None else _checked_offsets(offsets)
-        return _of_offsets(made, of_array(given[0], made, "B."))
+        return _of_offsets(made, of_array(given[0], made, "B."), given[0])
     advice = "Pass the document number of each token."
     q_ids = integer_array("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
     sizes = of_array("segment_ids", q_ids, "BT" if kv_segment_ids is not None else "Bt")
@@ -113,16 +113,32 @@ def _checked_offsets(offsets: ArrayLike) -> Array:
     return position_array("document", "offsets", offsets, shapes, advice)
 
 
-def _of_offsets(offsets: Array, sizes: Sequence[Size]) -> MaskMod:
-    """The mask of documents from offsets[i] to offsets[i + 1] - 1, int32 `[n + 1]` or `[B, n + 1]`.
+def _check_rises(name: str, offsets: np.ndarray) -> None:
+    """Raises ValueError, about the argument `name`, unless each row of the `offsets` rises or stays."""
+    falls = np.argwhere(offsets[:, 1:] < offsets[:, :-1])
+    if not len(falls):
+        return
+    row, at = falls[0]
+    before, after = offsets[row, at], offsets[row, at + 1]
+    if name == "lengths":
+        raise ValueError(f"`document`: `lengths` has {after - before}; expected numbers of tokens, 0 or more.")
+    raise ValueError(
+        f"`document`: `offsets` fall from {before} to {after}; expected each at least the one before, because "
+        "documents start there in order. Sort them; fill a short row with its last offset."
+    )
+
+
+def _of_offsets(offsets: Array, sizes: Sequence[Size], name: str) -> MaskMod:
+    """The mask of documents from offsets[i] to offsets[i + 1] - 1, int32 `[n + 1]` or `[B, n + 1]`, of argument `name`.
 
     Known offsets become ids of tokens, which a kernel reads faster. Traced ones do not say how many tokens there are.
     """
     if not isinstance(offsets, Tracer):
         with jax.ensure_compile_time_eval():
             known = np.atleast_2d(np.asarray(offsets))
+        _check_rises(name, known)
         tokens = np.arange(max(int(known.max()), 0) + 1)  # the last of them is past every document
-        ids = np.stack([np.searchsorted(np.sort(row), tokens, side="right") for row in known]) - 1
+        ids = np.stack([np.searchsorted(row, tokens, side="right") for row in known]) - 1
         in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
         q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape), jnp.int32) for nobody in (-1, -2))

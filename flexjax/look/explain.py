@@ -379,7 +379,8 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
     tiles = run.backend.tile_sizes(run.plan, target)
     if tiles is not None:
         lines.append(f"  tiles: {tiles}")
-    lines += [f"  {step.why}" for step in run.every_step()]
+    steps = [step.why for step in run.every_step()]
+    lines += [f"  {why}" for why in steps]
     if call.plan.float8:
         return "\n".join([*lines, f"backward pass: none. {FLOAT8} inputs have no gradients."])
     score, operands = call.score, call.operands
@@ -396,7 +397,8 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
         run = dispatch.choose_backward(call.plan, implementation, target, Wanted.of((*main, *captures)), derivative)
         lines.append(f"{name} on: {run.backend.name}")
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
-        lines += [f"  {step.why}" for step in run.every_step(backward=True)]
+        lines += [f"  {step.why}" for step in run.every_step(backward=True) if step.why not in steps]
+        steps += [step.why for step in run.every_step(backward=True)]
         said |= set(run.refusals)
     return "\n".join(lines)
 

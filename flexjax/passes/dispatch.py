@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from flexjax.backends import target as targets
 from flexjax.backends.base import Backend, ForwardMode
 from flexjax.backends.reference.support import DenseBackend
 from flexjax.backends.target import Target
@@ -136,8 +137,14 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
             why = _refuses(backend(name), float8.in_16_bits(plan), None)
         if why is None:
             return None if name in PLATFORMS else name
-        refusals.append((name, why))
+        refusals.append((name, why + _no_device(name)))
     raise _none_accepts(refusals)
+
+
+def _no_device(name: str) -> str:
+    """A sentence, with a space before it, for the kernels `name` where the default device is of another platform."""
+    here, (platform, hardware) = targets.default().platform, PLATFORMS.get(name, ("", ""))
+    return f" They run on {hardware}; the default device is a {here}." if platform not in ("", here) else ""
 
 
 def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:

@@ -237,6 +237,26 @@ def test_a_backend_that_cannot() -> None:
     )
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the kernels take this version of jax")
+def test_a_version_of_jax_without_the_kernels_and_no_gpu() -> None:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), pytest.raises(NotImplementedError) as caught:
+        attend(arrays(), implementation="mosaic_gpu")
+    assert str(caught.value).endswith(
+        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`. They run on an NVIDIA GPU; the default device is "
+        "a cpu."
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"return_aux": AuxRequest(lse=True)}, {"kernel_options": KernelOptions(block_q=8)}]
+)
+def test_arguments_of_a_jitted_call(options: dict[str, Any]) -> None:
+    a = arrays()
+    run = functools.partial(flexjax.flex_attention, a["q"], a["k"], a["v"])
+    for want, got in zip(jax.tree.leaves(run(**options)), jax.tree.leaves(jax.jit(run)(**options)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 # ------------------------------------------------------------------- mods
 
 # name of the argument, the mod, a piece of what is said

@@ -57,6 +57,19 @@ def test_a_captured_scale_is_not_shown_as_one(scale: object) -> None:
     assert flexjax.explain(*qkv(), scale=0.25).splitlines()[0].endswith("scale=0.25")
 
 
+def test_tiles_are_a_text_and_a_step_is_said_once() -> None:
+    one = jnp.zeros((1, 64, 1, 8))
+    assert "  tiles: forward 64 x 64\n" in flexjax.explain(one, one, one, implementation="xla", device="cpu")
+    assert "  tiles: forward 128 x 128, of 4 heads\n" in flexjax.explain(*qkv(), mask_mod=masks.causal, device="cpu")
+    shape = jax.ShapeDtypeStruct((1, 4096, 4, 64), jnp.bfloat16)
+    bias = jnp.zeros(4)
+    text = flexjax.explain(
+        shape, shape, shape, score_mod=lambda s, b, h, q, k: s + bias[h], mask_mod=masks.causal, device="h100",
+        implementation="xla",
+    )  # fmt: skip
+    assert text.count("become blocks of 2048 x 2048") == 1
+
+
 def test_refusals_are_listed() -> None:
     text = flexjax.explain(*qkv(), device="cpu")
     assert "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu." in text

@@ -698,6 +698,15 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "They say the same thing in three ways.",
     ),
     (
+        lambda: masks.document(offsets=np.array([[0, 3, 7], [0, 7, 3]])),
+        "`document`: `offsets` fall from 7 to 3; expected each at least the one before, because documents start there in "
+        "order. Sort them; fill a short row with its last offset.",
+    ),
+    (
+        lambda: masks.document(lengths=[4, -2, 3]),
+        "`document`: `lengths` has -2; expected numbers of tokens, 0 or more.",
+    ),
+    (
         lambda: masks.document(np.zeros(3, int), offsets=np.array([0, 3])),
         "`document` got `segment_ids` and `offsets`; expected exactly one of `segment_ids`, `lengths` and `offsets`. "
         "They say the same thing in three ways.",

@@ -67,6 +67,12 @@ class TileSizes:
     batch_groups: int
     head_groups: int
 
+    def __str__(self) -> str:
+        """As explain prints it: queries x keys of a tile, and what of the batch and the heads is in it."""
+        many = ((self.batch, "batch entries"), (self.heads, "heads"))
+        of = " and ".join(f"{n} {name}" for n, name in many if n > 1)
+        return f"forward {self.block_q} x {self.chunk * self.block_kv}" + (f", of {of}" if of else "")
+
     @property
     def padded_q(self) -> int:
         """The query length, rounded up to whole query blocks."""
