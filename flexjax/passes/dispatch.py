@@ -144,7 +144,7 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
 def _no_device(name: str) -> str:
     """A sentence, with a space before it, for the kernels `name` where the default device is of another platform."""
     here, (platform, hardware) = targets.default().platform, PLATFORMS.get(name, ("", ""))
-    return f" They run on {hardware}; the default device is a {here}." if platform not in ("", here) else ""
+    return f" {name} runs on {hardware}; the default device is a {here}." if platform not in ("", here) else ""
 
 
 def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:

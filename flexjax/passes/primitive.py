@@ -84,7 +84,7 @@ def make_primitive(
         return [aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
     @own
-    def lower(
+    def inlined_code(
         ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
     ) -> typing.Any:
         """The lowering rule: chooses the backend for the target and inlines the code of `function` on that backend.
@@ -98,37 +98,43 @@ def make_primitive(
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
+        how = None if problem.plan.options.interpret else partition.how_split(ctx, target.platform)
+        if problem.plan.page and isinstance(how, partition.Mesh):
+            how = partition.NoRule(partition.OF_PAGES)
+        if isinstance(how, partition.NoRule):
+            target = dataclasses.replace(target, automatic=True)
+            warn_of_whole_calls(problem, how.why)
+        elif how is not None:
+            # asked here, because a refusal that the partitioner meets is an internal error of XLA
+            dispatch.choose(problem.plan, problem.implementation, target)
+            shared = dataclasses.replace(problem, settings=partition.settings_now())
+            rule = auto_axes.rule_of(auto_axes.SplitPrimitive(primitive, shared, params), how, target.kind)
+            whole = functools.partial(primitive.bind, problem=problem, **params)
+            return partition.lower_with_rule(ctx, how, whole, rule, flat)
+        run = choose(target, problem=problem, **params)
+        if problem.plan.options.interpret and not run.backend.simulates_in_jit:
+            raise NotImplementedError(
+                f"The kernels of {run.backend.name} are simulated outside of jax.jit and of loops only. Call "
+                "flex_attention without them (jax.grad and jax.vmap may stay), or leave out "
+                "kernel_options.interpret."
+            )
+        code = functools.partial(function, run=run, problem=problem, **params)
+        with (
+            problem.settings(),
+            targets.as_seen_by_pallas(target),
+            run.backend.lowering(ctx.module_context, target),
+        ):
+            if run.backend.slow_to_lower and not problem.plan.options.interpret and lowered.fits(ctx):
+                key = (name, target, problem, *sorted(params.items()))
+                code = lowered.as_call(code, plain, ctx.module_context.platforms[0], key)
+            return mlir.lower_fun(code, multiple_results=True)(ctx.replace(avals_in=plain), *flat)
+
+    def lower(
+        ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
+    ) -> typing.Any:
+        """`inlined_code`, whose errors have the call as a note and no frames of flexjax."""
         try:
-            how = None if problem.plan.options.interpret else partition.how_split(ctx, target.platform)
-            if problem.plan.page and isinstance(how, partition.Mesh):
-                how = partition.NoRule(partition.OF_PAGES)
-            if isinstance(how, partition.NoRule):
-                target = dataclasses.replace(target, automatic=True)
-                warn_of_whole_calls(problem, how.why)
-            elif how is not None:
-                # asked here, because a refusal that the partitioner meets is an internal error of XLA
-                dispatch.choose(problem.plan, problem.implementation, target)
-                shared = dataclasses.replace(problem, settings=partition.settings_now())
-                rule = auto_axes.rule_of(auto_axes.SplitPrimitive(primitive, shared, params), how, target.kind)
-                whole = functools.partial(primitive.bind, problem=problem, **params)
-                return partition.lower_with_rule(ctx, how, whole, rule, flat)
-            run = choose(target, problem=problem, **params)
-            if problem.plan.options.interpret and not run.backend.simulates_in_jit:
-                raise NotImplementedError(
-                    f"The kernels of {run.backend.name} are simulated outside of jax.jit and of loops only. Call "
-                    "flex_attention without them (jax.grad and jax.vmap may stay), or leave out "
-                    "kernel_options.interpret."
-                )
-            code = functools.partial(function, run=run, problem=problem, **params)
-            with (
-                problem.settings(),
-                targets.as_seen_by_pallas(target),
-                run.backend.lowering(ctx.module_context, target),
-            ):
-                if run.backend.slow_to_lower and not problem.plan.options.interpret and lowered.fits(ctx):
-                    key = (name, target, problem, *sorted(params.items()))
-                    code = lowered.as_call(code, plain, ctx.module_context.platforms[0], key)
-                return mlir.lower_fun(code, multiple_results=True)(ctx.replace(avals_in=plain), *flat)
+            return inlined_code(ctx, *flat, platform=platform, problem=problem, **params)
         except Exception as error:
             add_note_once(error, problem.call)
             hide_frames(error)

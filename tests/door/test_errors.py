@@ -242,7 +242,7 @@ def test_a_version_of_jax_without_the_kernels_and_no_gpu() -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]), pytest.raises(NotImplementedError) as caught:
         attend(arrays(), implementation="mosaic_gpu")
     assert str(caught.value).endswith(
-        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`. They run on an NVIDIA GPU; the default device is "
+        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`. mosaic_gpu runs on an NVIDIA GPU; the default device is "
         "a cpu."
     )
 

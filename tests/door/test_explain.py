@@ -61,13 +61,10 @@ def test_tiles_are_a_text_and_a_step_is_said_once() -> None:
     one = jnp.zeros((1, 64, 1, 8))
     assert "  tiles: forward 64 x 64\n" in flexjax.explain(one, one, one, implementation="xla", device="cpu")
     assert "  tiles: forward 128 x 128, of 4 heads\n" in flexjax.explain(*qkv(), mask_mod=masks.causal, device="cpu")
-    shape = jax.ShapeDtypeStruct((1, 4096, 4, 64), jnp.bfloat16)
-    bias = jnp.zeros(4)
-    text = flexjax.explain(
-        shape, shape, shape, score_mod=lambda s, b, h, q, k: s + bias[h], mask_mod=masks.causal, device="h100",
-        implementation="xla",
-    )  # fmt: skip
-    assert text.count("become blocks of 2048 x 2048") == 1
+    shape = jax.ShapeDtypeStruct((2, 4096, 16, 300), jnp.bfloat16)
+    ids = jnp.arange(4096) // 512
+    text = flexjax.explain(shape, shape, shape, mask_mod=masks.document(ids), device="h100", implementation="xla")
+    assert text.count("  block mask: blocks of 128 x 128 queries x keys become blocks of ") == 1
 
 
 def test_refusals_are_listed() -> None:

@@ -5,6 +5,7 @@ devices of topologies, which need compilers.
 """
 
 import dataclasses
+import pathlib
 import re
 import typing
 import warnings
@@ -116,6 +117,8 @@ def test_a_refusal_at_lowering_has_the_call_once(jitted: bool) -> None:
     )
     text = "in flex_attention(query=float32[1, 64, 2, 64], key=float32[1, 64, 2, 64], value=float32[1, 64, 2, 64])"
     assert caught.value.__notes__.count(text) == 1
+    package = pathlib.Path(flexjax.__file__).parent
+    assert not any(pathlib.Path(entry.path).is_relative_to(package) for entry in caught.traceback)
 
 
 def test_what_no_platform_changes_is_refused_while_the_call_is_traced() -> None:
