@@ -146,11 +146,13 @@ class KernelOptions:
     cta_pairs      True: two CTAs share each tcgen05 instruction of the dK/dV kernel at head dims from 97 to 128; not
                    run on a GPU yet
     deterministic  True: the same inputs give the same bits. False: the backward pass may add in any order
+    invariant      True: out and lse of a token do not depend on what else is in the call: other tokens, batch, chunks,
+                   pages, padding. xla on a CPU runs it; others refuse (docs/same_bits.md)
     interpret      True: simulate the kernel of a GPU (outside of jax.jit only) or TPU on the CPU. The GPU simulator
                    needs PJRT_NPROC=32 in the environment on few cores, or it can deadlock
 
     A kernel backend refuses a tile that it cannot run, and the default dispatch goes on to the next backend. A backend
-    without such an option ignores it, except `instruction`. New options compile a new program.
+    without such an option ignores it, except `instruction` and `invariant`. New options compile a new program.
 
     Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64))
     """
@@ -164,6 +166,7 @@ class KernelOptions:
     instruction: typing.Literal["mma", "tcgen05"] | None = dataclasses.field(default=None, metadata={"gpu": True})
     cta_pairs: bool = False
     deterministic: bool = True
+    invariant: bool = False
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -189,6 +192,14 @@ class KernelOptions:
                 "None lets the backend choose.",
             )
         _check_flags("kernel_options", self)
+        for name in ("block_q", "block_kv", "num_stages", "split"):
+            if self.invariant and getattr(self, name) is not None:
+                raise bad_argument(
+                    f"kernel_options.{name}",
+                    f"{getattr(self, name)!r} beside invariant=True",
+                    "None",
+                    "Its tiles and splits are a part of the bits.",
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from flexjax.ir.reach import reach_of
 from flexjax.ir.single_precision import in_single_precision, with_single_captures
 from flexjax.mod_tools.made_for import Reach, check_sizes
 from flexjax.parallel.explicit_axes import split_of
-from flexjax.plan import kernel_plan
+from flexjax.plan import invariant, kernel_plan
 from flexjax.plan.kernel_plan import FLOAT8, BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
 from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
@@ -174,6 +174,8 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
         expectations=len(functions),
     )
+    if options.invariant and (why := invariant.refuses(plan)) is not None:
+        raise NotImplementedError(why)
     operands = Operands(
         query=inputs.query,
         key=inputs.key,

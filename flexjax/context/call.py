@@ -47,6 +47,7 @@ from flexjax.parallel.explicit_axes import split_of
 from flexjax.parallel.split import Split
 from flexjax.partition import Mesh, names_of
 from flexjax.passes import dispatch
+from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.rewrites.mask_blocks import classes_of_lists
@@ -122,6 +123,8 @@ def build(context: object, given: Given) -> Built:
         cut: dict[str, typing.Any] = existing.cut({"query": query, "key": key, "value": value, **given_extras})
         arguments = dataclasses.replace(arguments, query_seq_lengths=None, key_value_seq_lengths=None, **cut)
     call = prepare(dataclasses.replace(arguments, mask_mod=None, block_mask=None, origin=placed.origin))
+    if call.plan.options.invariant:
+        raise NotImplementedError(invariant.refuses_parts("context"))
     tokens = (None, None) if existing is not None else (placed.layout.q_len, placed.layout.kv_len)
     exact = (placed.origin.batch is None, placed.origin.head is None, True, True)
     reach = Reach((call.plan.batch, call.plan.q_heads, tokens[0], tokens[1]), exact)

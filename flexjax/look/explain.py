@@ -47,6 +47,7 @@ from flexjax.paged.shared_prefix import SharedPrefix
 from flexjax.paged.table import PageTable
 from flexjax.parallel.gathers import describe_devices
 from flexjax.passes import dispatch
+from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import FIRST_CAPTURE, FLOAT8, KernelPlan, Wanted
 from flexjax.trace.callbacks import run_callbacks
 from flexjax.trace.trace_mod import AS_IF, trace_mask_mod, trace_score_mod
@@ -379,6 +380,7 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
     tiles = run.backend.tile_sizes(run.plan, target)
     if tiles is not None:
         lines.append(f"  tiles: {tiles}")
+    lines.append(f"  {invariant.describe(run.backend.name, run.plan, target.platform)}")
     steps = [step.why for step in run.every_step()]
     lines += [f"  {why}" for why in steps]
     if call.plan.float8:

@@ -30,6 +30,7 @@ from flexjax.paged.shared_prefix import SharedPrefix, check_shared
 from flexjax.paged.table import PageTable, described
 from flexjax.passes import dispatch
 from flexjax.passes.autodiff import attention
+from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import Results
 from flexjax.types import (
     ArrayArgument,
@@ -185,6 +186,8 @@ class Part:
 def prepare_paged(arguments: PagedArguments) -> list[Part]:
     """Checks the arguments of `paged_attention` and plans its passes, in the order of `Part.name`."""
     options = check_options(arguments.return_aux, arguments.kernel_options)
+    if options.invariant and arguments.shared is not None:
+        raise NotImplementedError(invariant.refuses_parts("shared"))
     cu_q_lens = arguments.cu_q_lens
     score_mod = _placed(arguments.score_mod, arguments.origin)
     mask_mod = _placed(arguments.mask_mod, arguments.origin)

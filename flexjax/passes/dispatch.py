@@ -31,7 +31,7 @@ from flexjax.block_mask import transpose
 from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.integers import cdiv
 from flexjax.ir.program import Program
-from flexjax.plan import kernel_plan, rewrite, tuned
+from flexjax.plan import invariant, kernel_plan, rewrite, tuned
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 from flexjax.plan.rewrite import Steps, last_plan
@@ -237,7 +237,8 @@ def _whole(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Tar
 
 def _by_residues(run: Run) -> Run:
     """The run split by residues, if its plan says how and the backend accepts the split plan; else the run itself."""
-    step = None if run.backend.name == REFERENCE else residues.rewrite(run.plan)
+    fixed = run.backend.name == REFERENCE or run.plan.options.invariant
+    step = None if fixed else residues.rewrite(run.plan)
     if step is None or run.backend.refuses(step.plan, run.target) is not None:
         return run
     return run._replace(plan=step.plan, steps=(*run.steps, step))
@@ -304,7 +305,8 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
 
 
 def _refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
-    return backend.refuses_request(plan) or backend.refuses(plan, target)
+    why = invariant.refuses_backend(backend.name, plan, None if target is None else target.platform)
+    return why or backend.refuses_request(plan) or backend.refuses(plan, target)
 
 
 def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPlan:
@@ -312,9 +314,11 @@ def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPl
 
     name   of the backend that runs the plan
 
-    Measured tiles only fill options that are None. The plan itself is returned if none were measured, and, with a
-    warning, if the backend refuses the plan with them.
+    Measured tiles only fill options that are None. The plan itself is returned if none were measured, if the tiles are
+    fixed because the call is invariant, and, with a warning, if the backend refuses the plan with them.
     """
+    if plan.options.invariant:
+        return plan
     found = tuned.find(plan, name, target.kind)
     return _filled(plan, name, target, tuple(found.tiles.items())) if found.tiles else plan
 

@@ -95,7 +95,9 @@ def batch_rule(
     size = next(x.shape[0] for x, m in zip(flat, axes, strict=True) if m)
     call = Mapped(primitive, problem, tuple(flat), tuple(axes), size, params)
     sinks_differ = call.flags.sinks or any(flags is not None and flags[SINKS] for flags in (call.moving, call.wanted))
-    if sinks_differ and problem.plan.expectations:
+    # a sink that joins the folded result later would round once more
+    invariant = problem.plan.options.invariant and call.moving is None and call.wanted is None
+    if sinks_differ and (problem.plan.expectations or invariant):
         return _loop(call)
     return _with_sinks(call) if sinks_differ else _run(call)
 

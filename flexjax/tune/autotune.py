@@ -136,6 +136,10 @@ def autotune(
                 "False",
                 "The time of a simulated kernel says nothing about the kernel.",
             )
+        if call.plan.options.invariant:
+            raise NotImplementedError(
+                "autotune has no tiles to choose beside kernel_options.invariant, which fixes them."
+            )
         timed = dispatch.choose(call.plan, dispatch.candidates(implementation), targets.default())
         if timed.backend.name == dispatch.REFERENCE:
             raise NotImplementedError("The reference implementation has no tiles to choose.")

@@ -344,6 +344,8 @@ def test_explain_names_who_runs_each_pass() -> None:
         "runs on: mosaic_tpu",
         "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform tpu.",
         "  tiles: forward 1024 x 1024, backward 1024 x 1024",
+        "  bits: out and lse of a token may follow the rest of the call. mosaic_tpu has no kernels for "
+        "kernel_options.invariant yet; xla runs it on a CPU.",
         "backward pass on: mosaic_tpu",
         "gradients of captured arrays on: xla",
         "  not mosaic_tpu: mosaic_tpu sums the gradient of a captured array (float32[2097152]) read at q - kv in VMEM, 64 MiB for "

@@ -7,12 +7,13 @@ from jax.interpreters import mlir
 
 from flexjax.backends.base import refuses_gpu_options_and_float8
 from flexjax.backends.target import Target
-from flexjax.backends.xla import larger_blocks
+from flexjax.backends.xla import canonical, larger_blocks
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
 from flexjax.backends.xla.tangent import tangent
 from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes, tile_candidates
 from flexjax.ir.program import Program
+from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.rewrite import Steps, chain, last_plan
 
@@ -41,8 +42,11 @@ class XlaBackend:
         """Unless the target is a CPU, mask blocks are merged to larger ones, or dropped."""
         return chain(plan, lambda plan: larger_blocks.rewrite(plan, target, backward))
 
-    def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes | str:
         """The tiles with which the forward pass runs on the target, for `explain`."""
+        return invariant.TILES if plan.options.invariant else self._sizes(plan, target)
+
+    def _sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
         return choose_tile_sizes(last_plan(plan, self.rewrites(plan, target)), target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
@@ -50,15 +54,15 @@ class XlaBackend:
         return tile_candidates(last_plan(plan, self.rewrites(plan, target)), target)
 
     def reads(self, plan: KernelPlan, target: Target) -> str | None:
-        if not plan.page:
+        if not plan.page or plan.options.invariant:
             return None
-        sizes = self.tile_sizes(plan, target)
+        sizes = self._sizes(plan, target)
         items = f"{sizes.steps} work item{'s' * (sizes.steps != 1)} (tile rows), one after the other"
         return f"{items}, {sizes.chunk * sizes.block_kv} keys a step; keys are not split"
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the plan: out, lse, and max_scores and rounding if it asks for them (Results)."""
-        return forward(plan, operands, target)
+        return canonical.forward(plan, operands) if plan.options.invariant else forward(plan, operands, target)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands.

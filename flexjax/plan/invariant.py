@@ -1,0 +1,65 @@
+"""The canonical order of a row, `KernelOptions.invariant`: its constants, and what it does not take.
+
+A row is one query of one head. Its keys are numbered from where its document begins, in tiles of KEYS and splits of
+SPLIT. A split adds up its tiles in ascending order; splits are added in ascending order. References are whole powers of
+two and follow the row alone. What a tile shows no key of changes nothing, so a call may visit more tiles than it must.
+"""
+
+from flexjax.plan.kernel_plan import KernelPlan
+
+KEYS, ROWS, SPLIT = 128, 16, 2048
+"""Keys of a tile, rows of a product and keys of a split; they are part of the bits."""
+RISE = 8.0
+"""The reference of a row rises where the maximum of a tile exceeds it by more than this power of two."""
+
+TILES = f"{ROWS} rows (tokens and heads of one key head) x {KEYS} keys, in splits of {SPLIT} keys"
+COST = "2 to 4 times the time of the forward pass"
+"""On a CPU, against xla without the option (docs/same_bits.md)."""
+
+
+def refuses(plan: KernelPlan) -> str | None:
+    """Which feature of the call has no canonical order, in a sentence; None if it has one."""
+    refused = {
+        "float8 inputs": plan.float8,
+        "keys in 8 bits": plan.cache_dtype is not None,
+        "`weights`": plan.weighted,
+        "`expectations`": plan.expectations > 0,
+        "`dropout`": plan.dropout is not None,
+        "`query_extra` and `key_extra`": plan.extra_dim > 0,
+        "block masks from user lists": plan.blocks is not None and plan.blocks.from_user_lists,
+    }
+    found = [name for name, given in refused.items() if given]
+    return f"kernel_options.invariant does not take {found[0]}; leave out one of them." if found else None
+
+
+def refuses_parts(what: str) -> str:
+    """The refusal of an argument that divides the keys of a row over several calls."""
+    return f"kernel_options.invariant does not take `{what}`, which adds up the keys of a row in another order."
+
+
+def refuses_backend(name: str, plan: KernelPlan, platform: str | None) -> str | None:
+    """Why the backend `name` does not run a plan in the canonical order; None if it does, or if the call asks not.
+
+    platform   that the pass is lowered for; None: any
+    """
+    if not plan.options.invariant:
+        return None
+    return _refuses_backend(name, plan, platform)
+
+
+def describe(name: str, plan: KernelPlan, platform: str) -> str:
+    """For explain, of the plan on the backend `name`: whether its bits follow the rest of the call."""
+    if plan.options.invariant:
+        return "bits: out and lse of a token follow its query and the keys that it sees, and not the rest of the call"
+    why = refuses(plan) or _refuses_backend(name, plan, platform)
+    more = why or f"kernel_options.invariant=True keeps them fixed, in {COST}."
+    return f"bits: out and lse of a token may follow the rest of the call. {more}"
+
+
+def _refuses_backend(name: str, plan: KernelPlan, platform: str | None) -> str | None:
+    if name == "xla" and platform in (None, "cpu"):
+        parts = plan.partial or not (plan.origin is None or plan.origin.single)
+        return "xla adds up parts of a call in another order than kernel_options.invariant asks for." if parts else None
+    if name == "xla":
+        return f"kernel_options.invariant runs on xla for a CPU; on {platform} products follow the shapes of a call."
+    return f"{name} has no kernels for kernel_options.invariant yet; xla runs it on a CPU."
