@@ -13,6 +13,7 @@ itself, p = mod, and the cotangents have no factor p.
 """
 
 import typing
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -89,14 +90,18 @@ class Probabilities(typing.NamedTuple):
 
     def load_cotangents(self, dp: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, ...]:
         """The cotangent of what each load read, divided by `scale` unless dP is `scaled`."""
-        loads = tuple(zip(self.load_slopes, self.load_finite, strict=True))
         if self.rounded is None:
-            factors = (self._times(self.p, slope, finite) for slope, finite in loads)
-            return tuple(self.cotangent(factor, dp, delta) for factor in factors)
+            return tuple(self.cotangent(factor, dp, delta) for factor in self.load_factors())
+        loads = tuple(zip(self.load_slopes, self.load_finite, strict=True))
         assert delta is not None
         # its sum along a row is free of what rounding the weights does to delta (`KernelPlan.rounds_weights_alike`)
         whole = self.rounded * dp - self.p * delta
         return tuple(self._times(whole, slope, finite) for slope, finite in loads)
+
+    def load_factors(self) -> Iterator[jax.Array]:
+        """p * d mod / d load of each load, and 0 wherever p is 0."""
+        loads = zip(self.load_slopes, self.load_finite, strict=True)
+        return (self._times(self.p, slope, finite) for slope, finite in loads)
 
     def _times(self, tile: jax.Array, slope: jax.Array | None, finite: bool = False) -> jax.Array:
         """tile * slope, and 0 wherever p is 0, because a derivative that is not `finite` may be NaN there."""

@@ -87,11 +87,14 @@ class Consumer:
         self.setup.ping_pong.begin(group)
 
         def compute_item(item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
-            QueryTile.of(self, item, turn, first_step, group).compute()
+            self.query_tile(item, turn, first_step, group).compute()
             return first_step + item.total
 
         self._each_item(compute_item)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def query_tile(self, item: WorkItem, turn: Scalar, first_step: Scalar, group: Scalar) -> "QueryTile":
+        return QueryTile.of(self, item, turn, first_step, group)
 
     def _write_ones(self) -> None:
         """Writes the columns of ones beside the float8 values to every slot; no copy overwrites them."""

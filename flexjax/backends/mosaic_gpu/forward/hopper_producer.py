@@ -76,7 +76,7 @@ class Producer:
         slot = kernel_parts.slot_of(turns, tile.query_slots)
         self.setup.slots.acquire("query", self.scratch.query_free, slot)
         tile_scheduler.put(mailbox, slot, None)  # no more items
-        for _ in range(tile.parts):
+        for _ in range(tile.query_parts):
             plgpu.barrier_arrive(self.scratch.query_full.at[slot])
         return turns
 
@@ -91,7 +91,7 @@ class Producer:
             tile_scheduler.put(present(scratch.mailbox), q_slot, item)
         copy_parts(
             self.setup.plan, inputs.query, item.b, item.h, item.q_tile * tile.block_q,
-            slot_parts(scratch.query, q_slot, tile.parts), scratch.query_full.at[q_slot],
+            slot_parts(scratch.query, q_slot, tile.query_parts), scratch.query_full.at[q_slot],
         )  # fmt: skip
 
         def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
@@ -108,7 +108,8 @@ class Producer:
                 values = source.at[item.b, kv_head, :, pl.ds(start, tile.block_kv)]
                 plgpu.copy_gmem_to_smem(values, ring.at[slot, pl.ds(0, tile.value_dim)], full.at[slot])
                 return
-            copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, tile.parts), full.at[slot])
+            parts = tile.key_parts if name == "key" else tile.value_parts
+            copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, parts), full.at[slot])
 
         def copy_keys(n: Scalar) -> None:
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)

@@ -63,9 +63,21 @@ class ForwardTile:
     programs: int = REFERENCE_SMS  # CTAs of a grid of `persistent` or `dynamic_scheduler`: the SMs of the GPU
 
     @property
-    def copies(self) -> int:
-        """Copies that fill one slot of keys or of values."""
-        return self.block_kv // self.page_rows if self.page_rows else self.parts
+    def query_parts(self) -> int:
+        """Tiles in a query slot: the parts of the queries, and in forward mode (tangent/) those of their tangents."""
+        return self.parts
+
+    @property
+    def key_parts(self) -> int:
+        return self.parts
+
+    @property
+    def value_parts(self) -> int:
+        return self.parts
+
+    def copies_of(self, parts: int) -> int:
+        """Copies that fill a slot of keys or of values of so many parts."""
+        return self.block_kv // self.page_rows if self.page_rows else parts
 
     @property
     def block_q(self) -> int:
@@ -166,13 +178,13 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16") -> ForwardScratc
     value_tile = (sum(tile.out_widths), tile.block_kv) if tile.float8 else (tile.block_kv, tile.value_dim)
     out = SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), out_dtype)
     return ForwardScratch(
-        query=SwizzledTiles((tile.query_slots * parts, tile.block_q, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages * parts, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.value_stages * parts, *value_tile), dtype),
+        query=SwizzledTiles((tile.query_slots * tile.query_parts, tile.block_q, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages * tile.key_parts, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.value_stages * tile.value_parts, *value_tile), dtype),
         out=None if tile.out_over_queries else out,
-        query_full=Barriers(tile.query_slots, parts),
-        key_full=Barriers(tile.stages, tile.copies),
-        value_full=Barriers(tile.value_stages, tile.copies),
+        query_full=Barriers(tile.query_slots, tile.query_parts),
+        key_full=Barriers(tile.stages, tile.copies_of(tile.key_parts)),
+        value_full=Barriers(tile.value_stages, tile.copies_of(tile.value_parts)),
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
         value_free=free(tile.value_stages),

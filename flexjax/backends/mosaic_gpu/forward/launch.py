@@ -60,9 +60,16 @@ def inputs_for(
     )
 
 
+class Inputs(typing.Protocol):
+    """The operands of a kernel: ForwardInputs, or a tuple with them."""
+
+    @property
+    def query(self) -> jax.Array: ...
+
+
 def launch_forward(
     setup: ForwardSetup[AnyTile],
-    inputs: ForwardInputs[jax.Array],
+    inputs: Inputs,
     kernel: Callable[..., None],
     scratch: tuple,
     *,
@@ -76,7 +83,7 @@ def launch_forward(
     max_scores, rounding = stats if plan.max_scores else None, out if plan.writes_rounding else None
     outputs: ForwardOutputs[jax.Array] = launch(
         kernel,
-        inputs,
+        typing.cast(tuple, inputs),
         ForwardOutputs(out, stats, max_scores, rounding),
         scratch,
         name=name,

@@ -31,7 +31,7 @@ from flexjax.backends.mosaic_gpu.forward.rows import Phase, Position, QueryRows,
 from flexjax.backends.mosaic_gpu.forward.setup import ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.machine import registers
 from flexjax.backends.mosaic_gpu.machine.branch import cond, when
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32, rows_of, slot_of, slot_parts
 from flexjax.backends.mosaic_gpu.machine.mma_copies import Copies
 from flexjax.backends.mosaic_gpu.machine.mma_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.machine.mma_results import write_rows
@@ -81,6 +81,15 @@ class MmaRows(QueryRows[MmaForwardTile]):
 
     def _steps(self, out: jax.Array) -> tuple[jax.Array, State]:
         """Runs every step of an item that has some; returns (sum of P V before the division, softmax state)."""
+        carry = (self.first_copies(), out, self.setup.softmax.start)
+        unmasked, total = self.item.unmasked, self.item.total
+        carry = lax.fori_loop(i32(0), unmasked, functools.partial(self._step, phase=Phase.UNMASKED), carry)
+        if self.setup.has_masked_steps:
+            carry = lax.fori_loop(unmasked, total, functools.partial(self._step, phase=Phase.MASKED), carry)
+        return carry[1:]
+
+    def first_copies(self) -> Starts:
+        """Begins the copies that come before step 0, and waits for the queries; the first keys of the first steps."""
         stages, scratch = self.setup.tile.stages, self.scratch
         starts = tuple(self._key_start(i32(n)) for n in range(stages))
         self._copy_queries()
@@ -90,12 +99,7 @@ class MmaRows(QueryRows[MmaForwardTile]):
             self._copy(i32(n), starts[n], "key")
         if scratch.query_full is not None:
             plgpu.barrier_wait(scratch.query_full.at[0])
-        carry = (starts, out, self.setup.softmax.start)
-        unmasked, total = self.item.unmasked, self.item.total
-        carry = lax.fori_loop(i32(0), unmasked, functools.partial(self._step, phase=Phase.UNMASKED), carry)
-        if self.setup.has_masked_steps:
-            carry = lax.fori_loop(unmasked, total, functools.partial(self._step, phase=Phase.MASKED), carry)
-        return carry[1:]
+        return starts
 
     def _step(self, n: Scalar, carry: tuple[Starts, jax.Array, State], phase: Phase) -> tuple[Starts, jax.Array, State]:
         """S, softmax and P V of step n; carry: (first keys of the next `stages` steps, out, softmax state)."""
@@ -116,12 +120,15 @@ class MmaRows(QueryRows[MmaForwardTile]):
 
     @property
     def _queries(self) -> Ref:
+        return self.queries_of(0)
+
+    def queries_of(self, part: int) -> Ref:
+        """Those of this warpgroup, [rows, D]."""
         tile = self.setup.tile
-        return (
-            self.scratch.query.at[pl.ds(self.copies.group * tile.rows, tile.rows)]
-            if tile.groups > 1
-            else self.scratch.query
-        )
+        if tile.groups == tile.query_parts == 1:
+            return self.scratch.query
+        first = self.copies.group * tile.rows
+        return self.scratch.query.at[pl.ds(first + part * tile.block_q if part else first, tile.rows)]
 
     def _meet(self, full: Ref | None, slot: Scalar) -> None:
         """Waits until a tile has arrived and all threads have read what they used last of the other ring."""
@@ -137,16 +144,20 @@ class MmaRows(QueryRows[MmaForwardTile]):
         """Starts the copy of the CTA's queries; the keys of step 0 follow in the same group."""
         plan, tile, item = self.setup.plan, self.setup.tile, self.item
         first = item.q_tile * tile.block_q
-        source = rows_of(self.inputs.query, plan.layout, item.b, item.h, first, tile.block_q)
         arrived = None if self.scratch.query_full is None else self.scratch.query_full.at[0]
-        self.copies.start(source, self.scratch.query, arrived, self._existing_queries(first))
+        for part in range(tile.query_parts):
+            b = item.b + part * plan.batch if part else item.b
+            source = rows_of(self.inputs.query, plan.layout, b, item.h, first, tile.block_q)
+            whole = tile.query_parts == 1
+            target = self.scratch.query if whole else self.scratch.query.at[pl.ds(part * tile.block_q, tile.block_q)]
+            self.copies.start(source, target, arrived, self._existing_queries(first))
 
     def _copy(self, n: Scalar, start: Scalar, ring: str) -> None:
         """Begins to copy the keys or values of step n from `start` on, as a group; empty without a step n."""
         plan, tile, item = self.setup.plan, self.setup.tile, self.item
-        source, target, full = {
-            "key": (self.inputs.key, self.scratch.key, self.scratch.key_full),
-            "value": (self.inputs.value, self.scratch.value, self.scratch.value_full),
+        source, target, full, parts = {
+            "key": (self.inputs.key, self.scratch.key, self.scratch.key_full, tile.key_parts),
+            "value": (self.inputs.value, self.scratch.value, self.scratch.value_full, tile.value_parts),
         }[ring]
 
         def begin() -> None:
@@ -157,9 +168,11 @@ class MmaRows(QueryRows[MmaForwardTile]):
                 paged = PagedTile(plan, tile.page_rows, item.b, head, start)
                 self._copy_pages(paged, source, last_page, target.at[slot], None if full is None else full.at[slot])
                 return
-            rows = rows_of(source, plan.layout, item.b, head, start, tile.block_kv)
-            exist = plan.kv_len - start if self.setup.keys_may_overhang else None
-            self.copies.start(rows, target.at[slot], None if full is None else full.at[slot], exist)
+            for part, place in enumerate(slot_parts(target, slot, parts)):
+                b = item.b + part * plan.batch if part else item.b
+                rows = rows_of(source, plan.layout, b, head, start, tile.block_kv)
+                exist = plan.kv_len - start if self.setup.keys_may_overhang else None
+                self.copies.start(rows, place, None if full is None else full.at[slot], exist)
 
         when(n < item.total)(begin)
         self.copies.commit()

@@ -36,6 +36,11 @@ class MmaForwardTile:
     polynomials: int = 0  # of eight exponentials, how many are polynomials instead of `ex2` (machine/exponential.py)
     page_rows: int = 0  # keys in pages: keys that one copy brings; divides a page and a warpgroup's share
 
+    # tiles in a slot: two where operands have tangents (tangent/)
+    query_parts = 1
+    key_parts = 1
+    value_parts = 1
+
     persistent = False
     dynamic_scheduler = False
     programs = 1  # a CTA for each query tile, so this is not read
@@ -62,9 +67,9 @@ class MmaForwardTile:
 class MmaForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the forward kernel on mma.sync, for head dims D and E."""
 
-    query: Part  # [block_q, D]
-    key: Part  # [stages, block_kv, D], ring
-    value: Part  # [stages, block_kv, E], ring
+    query: Part  # [query_parts * block_q, D]
+    key: Part  # [stages * key_parts, block_kv, D], ring
+    value: Part  # [stages * value_parts, block_kv, E], ring
     query_full: Part | None  # where TMA's copies arrive, one for each slot; None with cp.async
     key_full: Part | None
     value_full: Part | None
@@ -75,12 +80,12 @@ def forward_scratch(tile: MmaForwardTile, dtype: str = "bfloat16") -> MmaForward
     """The shared memory of a CTA, in the descriptions that `kernel_parts.launch` takes; `dtype` has two bytes."""
     copying, groups = tile.copying, tile.groups
     return MmaForwardScratch(
-        query=SwizzledTiles((tile.block_q, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
-        query_full=ring_barriers(copying, 1, groups),
-        key_full=ring_barriers(copying, tile.stages, tile.copies),
-        value_full=ring_barriers(copying, tile.stages, tile.copies),
+        query=SwizzledTiles((tile.block_q * tile.query_parts, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages * tile.key_parts, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.stages * tile.value_parts, tile.block_kv, tile.value_dim), dtype),
+        query_full=ring_barriers(copying, 1, groups * tile.query_parts),
+        key_full=ring_barriers(copying, tile.stages, tile.copies * tile.key_parts),
+        value_full=ring_barriers(copying, tile.stages, tile.copies * tile.value_parts),
         meeting=meeting_barrier(groups),
     )
 
