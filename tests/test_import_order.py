@@ -39,7 +39,7 @@ BACKENDS = ("reference", "xla", "mosaic_gpu", "mosaic_tpu")
 GPU_ORDER = (
     ("support",),
     ("families",),
-    ("captures", "decode"),
+    ("captures", "decode", "tangent"),
     ("backward", "forward"),
     ("programs",),
     ("machine",),

@@ -89,6 +89,16 @@ class Backend(typing.Protocol):
         """
         ...
 
+    def refuses_tangent(
+        self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None
+    ) -> str | None:
+        """A sentence that says why this backend cannot compute the tangents of the results of a plan that it accepted,
+        from tangents of the operands `moving`; None if it can, and is a `ForwardMode`. Pure.
+
+        The backend xla then computes them.
+        """
+        ...
+
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """The steps from an accepted plan to the call that a kernel of the pass runs; () for the plan itself. Pure."""
         ...
@@ -132,6 +142,14 @@ class Backend(typing.Protocol):
 class ForwardMode(Backend, typing.Protocol):
     """A backend that also has forward mode."""
 
+    def tangent_steps(self, plan: KernelPlan, target: Target) -> Steps:
+        """`rewrites` for `tangent`. Pure."""
+        ...
+
+    def describe_tangent(self, plan: KernelPlan, target: Target) -> str | None:
+        """The kernel of `tangent` with its tile, for `flexjax.explain`; None if there is nothing to say. Pure."""
+        ...
+
     def tangent(
         self,
         plan: KernelPlan,
@@ -141,7 +159,8 @@ class ForwardMode(Backend, typing.Protocol):
         derivative: Program | None,
         target: Target,
     ) -> tuple[jax.Array, ...]:
-        """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes and dtypes of these.
+        """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes of these, for the last plan
+        of `tangent_steps`.
 
         tangents   of the operands; None counts as 0
         """

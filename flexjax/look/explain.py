@@ -16,6 +16,7 @@ from jax import core
 from jax.sharding import AxisType
 
 from flexjax.backends import target as targets
+from flexjax.backends.base import ForwardMode
 from flexjax.backends.reference.support import block_mask_of
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask import picture
@@ -402,7 +403,25 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
         lines += [f"  {step.why}" for step in run.every_step(backward=True) if step.why not in steps]
         steps += [step.why for step in run.every_step(backward=True)]
         said |= set(run.refusals)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_forward_mode(call, implementation, target, Wanted.of((*main, *learned)), said)])
+
+
+def _forward_mode(
+    call: PreparedCall,
+    implementation: tuple[str, ...] | None,
+    target: Target,
+    moving: Wanted,
+    said: set[tuple[str, str]],
+) -> list[str]:
+    """The lines about forward mode, where all that may move does; `said`: refusals of the lines before."""
+    derivative = None if call.score is None else call.score.derivative
+    if call.plan.page or (derivative is not None and derivative.takes_cotangent):
+        return []
+    run = dispatch.choose_tangent(call.plan, implementation, target, moving, derivative)
+    assert isinstance(run.backend, ForwardMode)
+    kernel = run.backend.describe_tangent(run.plan, target)
+    lines = [f"tangent (forward mode) on: {run.backend.name}{'' if kernel is None else f', {kernel}'}"]
+    return lines + [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
 
 
 def _devices(call: PreparedCall, placed: dict[str, jax.sharding.Sharding]) -> str:

@@ -137,16 +137,16 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
-    """The code of `tangent`, on xla; `moving` says which movable operands have a tangent, among the last arguments."""
+    """The code of `tangent`; `moving` says which movable operands have a tangent, among the last arguments."""
     operands, results, tangents = _split(problem, flat)
     moved = Gradients.of(_spread(tangents, moving))
     return list(run.tangent(operands, results, moved, problem.linear_derivative()))
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    """Chooses xla, the only backend with forward mode; warns of a fallback on a GPU or TPU."""
-    problem.linear_derivative()
-    run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
+    """Chooses the backend of forward mode; warns of a fallback."""
+    asked = problem.plan, problem.implementation, target
+    run = dispatch.choose_tangent(*asked, Wanted.of(moving), problem.linear_derivative())
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
 

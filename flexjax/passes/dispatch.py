@@ -191,13 +191,15 @@ class Run(typing.NamedTuple):
     def tangent(
         self, operands: Operands, results: Results, tangents: Gradients, derivative: Program | None
     ) -> tuple[Array, ...]:
-        """The tangents of out, lse and perhaps expectations. The steps of a backend with forward mode change block
-        lists alone.
+        """The tangents of out, lse and perhaps expectations. No step of a backend with forward mode changes what the
+        results are.
         """
-        steps, backend, operands = self.every_step(), self.backend, with_lists(self.plan, operands)
+        backend, operands = self.backend, with_lists(self.plan, operands)
         assert isinstance(backend, ForwardMode)
+        steps = (*self.steps, *backend.tangent_steps(self.plan, self.target))
+        moved = rewrite.last_tangents(steps, operands, tangents)
         plan, operands = last_plan(self.plan, steps), rewrite.last_operands(steps, operands)
-        return backend.tangent(plan, operands, results, tangents, derivative, self.target)
+        return backend.tangent(plan, operands, results, moved, derivative, self.target)
 
 
 def with_lists(plan: KernelPlan, operands: Operands) -> Operands:
@@ -274,12 +276,21 @@ def choose_backward(
     return _by_residues(Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals))
 
 
-def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:
-    """The choice of xla for a pass that only xla has, such as forward mode.
+def choose_tangent(
+    plan: KernelPlan,
+    implementation: tuple[str, ...] | None,
+    target: Target,
+    moving: Wanted,
+    derivative: Program | None,
+) -> Run:
+    """The choice for forward mode, as `choose_backward`; `moving` says which operands have a tangent."""
+    run = _whole(plan, implementation, target)
+    why = run.backend.refuses_tangent(run.plan, target, moving, derivative)
+    return run if why is None else on_xla(plan, target, (*run.refusals, (run.backend.name, why)))
 
-    why   the sentence that says why the kernels do not run it; it becomes the refusal of both kernel backends
-    """
-    refusals = tuple((name, why) for name in PLATFORMS)
+
+def on_xla(plan: KernelPlan, target: Target, refusals: tuple[tuple[str, str], ...] = ()) -> Run:
+    """The choice of xla for a pass that the backends refuse: for each (its name, the sentence that says why)."""
     return Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals)
 
 

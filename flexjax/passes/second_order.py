@@ -68,7 +68,8 @@ def _second_order() -> Primitive:
     primitive.def_abstract_eval(lambda x, problem: x)
 
     def warn(target: Target, problem: Problem) -> None:
-        run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
+        why = "The kernels compute first derivatives only."
+        run = dispatch.on_xla(problem.plan, target, tuple((name, why) for name in dispatch.PLATFORMS))
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
 
     @primitive.def_impl

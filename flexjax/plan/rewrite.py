@@ -8,6 +8,8 @@
 import typing
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
+
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
 
 
@@ -45,6 +47,22 @@ def last_operands(steps: Sequence[Rewrite], operands: Operands) -> Operands:
     for step in steps:
         operands = step.operands(operands)
     return operands
+
+
+def last_tangents(steps: Sequence[Rewrite], operands: Operands, tangents: Gradients) -> Gradients:
+    """The tangents of the operands that the kernel gets, None for 0: every step is linear in what may move."""
+    zeros = lambda x, t: None if x is None else jnp.zeros_like(x) if t is None else t
+    moved = operands._replace(
+        **{name: zeros(getattr(operands, name), t) for name, t in zip(Operands._fields, tangents[:-1], strict=False)},
+        score_captures=tuple(map(zeros, operands.score_captures, tangents.score_captures)),
+    )
+    made = last_operands(steps, moved)
+    query, key = tangents.query, tangents.key
+    if made.query_extra is None:  # extra features are a part of the head dim
+        query = tangents.query_extra if query is None else query
+        key = tangents.key_extra if key is None else key
+    moves = tangents._replace(query=query, key=key)
+    return Gradients.of([x if t is not None else None for x, t in zip(made.movable, moves.flat, strict=True)])
 
 
 def forward(steps: Steps, operands: Operands, kernel: Callable[[Operands], Results]) -> Results:

@@ -20,6 +20,7 @@ from flexjax.backends.mosaic_gpu.lowering import lowering
 from flexjax.backends.mosaic_gpu.machine.columns import WIDEST_CTA
 from flexjax.backends.mosaic_gpu.machine.reference_gpu import REFERENCE_SMS
 from flexjax.backends.mosaic_gpu.programs import support as programs_support
+from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
@@ -185,6 +186,21 @@ class MosaicGpu:
 
         return captures_gradients.refuses(plan, derivative, wanted.score_captures)
 
+    def refuses_tangent(
+        self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None
+    ) -> str | None:
+        if plan.page:
+            return "The GPU kernels have no forward mode for keys in pages."
+        reason = refuses(plan, target)
+        if reason is not None:
+            return reason
+        reason = None if derivative is None else programs_support.unsupported(derivative)
+        if reason is not None:
+            return f"The derivative of score_mod {reason}."
+        query, key = moving.query or moving.query_extra, moving.key or moving.key_extra
+        moves = Moving(query, key, moving.value, any(moving.score_captures))
+        return family_of(target, plan.options).refuses_tangent(plan, moves)
+
     def tile_sizes(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, such as "forward 128 x 128, backward fused 64 x
         128, dQ added in any order"; for keys in pages of the forward pass alone.
@@ -208,6 +224,12 @@ class MosaicGpu:
         family = family_of(target, plan.options)
         return kernel_plans.backward_steps(plan, family) if backward else kernel_plans.forward_steps(plan, family)
 
+    def tangent_steps(self, plan: KernelPlan, target: Target) -> Steps:
+        return self.rewrites(plan, target, backward=True)
+
+    def describe_tangent(self, plan: KernelPlan, target: Target) -> str:
+        return family_of(target, plan.options).describe_tangent(plan)
+
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         results = family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
         # In a scan over layers XLA moves a kernel into the update that keeps its result for the backward pass, and runs
@@ -216,6 +238,18 @@ class MosaicGpu:
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         return family_of(target, plan.options).backward(plan, given)
+
+    def tangent(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        tangents: Gradients,
+        derivative: Program | None,
+        target: Target,
+    ) -> tuple[jax.Array, jax.Array]:
+        sms = target.cores or REFERENCE_SMS
+        return family_of(target, plan.options).tangent(plan, operands, results, tangents, derivative, sms)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering/lowering.py)."""

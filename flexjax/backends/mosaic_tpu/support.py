@@ -53,6 +53,9 @@ class MosaicTpuBackend:
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
+    def refuses_tangent(self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None) -> str:
+        return "The TPU kernels compute reverse mode only."
+
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """Joins or packs the heads of few queries, and joins those of pages; then come mask blocks that a tile fits."""
         chip = vmem.chip_of(target)

@@ -49,6 +49,9 @@ class DenseBackend:
     ) -> str | None:
         return None
 
+    def refuses_tangent(self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None) -> str:
+        return "The reference has forward mode only where its mods are functions, not traced programs."
+
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """Keys in pages are gathered."""
         return chain(plan, pages.gathered)

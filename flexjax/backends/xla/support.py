@@ -19,7 +19,7 @@ from flexjax.plan.rewrite import Steps, chain, last_plan
 
 
 class XlaBackend:
-    """Blockwise attention as XLA loops (see backends/base.py). The only backend with forward mode (`tangent`)."""
+    """Blockwise attention as XLA loops (see backends/base.py)."""
 
     name = "xla"
     simulates_in_jit = True  # nothing is simulated
@@ -36,6 +36,11 @@ class XlaBackend:
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
         """None: it computes all gradients of every plan, also where another backend refuses them."""
+        return None
+
+    def refuses_tangent(
+        self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None
+    ) -> str | None:
         return None
 
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
@@ -70,6 +75,12 @@ class XlaBackend:
         Of a partial plan, those of query, key, value and extra features are in the dtype of scores.
         """
         return backward(plan, given, target)
+
+    def tangent_steps(self, plan: KernelPlan, target: Target) -> Steps:
+        return self.rewrites(plan, target)
+
+    def describe_tangent(self, plan: KernelPlan, target: Target) -> None:
+        return None
 
     def tangent(
         self,

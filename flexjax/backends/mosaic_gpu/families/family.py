@@ -10,8 +10,12 @@ choose_family.py says which one runs a call; no other file knows compute capabil
 
 import typing
 
+import jax
+
 from flexjax.backends.base import WorkItems
+from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
 
 
@@ -71,10 +75,30 @@ class Family(typing.Protocol):
         """
         ...
 
+    def refuses_tangent(self, plan: KernelPlan, moving: Moving) -> str | None:
+        """Why no kernel of forward mode runs a plan that `refuses` accepts, in a sentence; None if one does."""
+        ...
+
+    def describe_tangent(self, plan: KernelPlan) -> str:
+        """The kernel of forward mode where query, key and value move, with its tile, as text: "tangent 128 x 64"."""
+        ...
+
     def forward(self, plan: KernelPlan, operands: Operands, sms: int) -> Results:
         """Runs the kernel of the forward pass. No result depends on `sms`, the number of SMs of the GPU."""
         ...
 
     def backward(self, plan: KernelPlan, given: BackwardInputs) -> Gradients:
         """Runs the kernels of the backward pass: the gradients of the wanted operands, None for the others."""
+        ...
+
+    def tangent(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        tangents: Gradients,
+        derivative: Program | None,
+        sms: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs the kernel of forward mode: the tangents of out and lse, or of the total."""
         ...

@@ -6,6 +6,8 @@ Each choice follows from the plan alone, never from the GPU: the same call gives
 
 import dataclasses
 
+import jax
+
 from flexjax.backends.base import WorkItems
 from flexjax.backends.mosaic_gpu.backward import hopper_dq_tiles
 from flexjax.backends.mosaic_gpu.backward import hopper_tiles as backward_hopper_tiles
@@ -14,11 +16,13 @@ from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel
 from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
 from flexjax.backends.mosaic_gpu.families import choose_kernel, float8_support
 from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
-from flexjax.backends.mosaic_gpu.families.texts import paired, work_items_text
+from flexjax.backends.mosaic_gpu.families.texts import no_tangent_tile, paired, work_items_text
 from flexjax.backends.mosaic_gpu.forward import hopper_three_groups
 from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
 from flexjax.backends.mosaic_gpu.machine.columns import ctas_of
+from flexjax.backends.mosaic_gpu.tangent.tiles import EVERYTHING, Moving, TangentTile, tangent_tiles
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
 
 
@@ -115,6 +119,19 @@ class Hopper:
             last = f"dK/dV {dkv.queries} x {dkv.rows * dkv.groups}"
         return f"dQ {dq.rows * dq.groups} x {dq.keys}, {last}{shared}"
 
+    def refuses_tangent(self, plan: KernelPlan, moving: Moving) -> str | None:
+        plan = kernel_plan(plan, self, backward=True)
+        if ctas_of(plan) > 1 or not self.tangent_tiles(plan, moving):
+            return no_tangent_tile(plan)
+        return None
+
+    def describe_tangent(self, plan: KernelPlan) -> str:
+        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), EVERYTHING)[0]
+        return f"tangent by WGMMA {tile.block_q} x {tile.block_kv}"
+
+    def tangent_tiles(self, plan: KernelPlan, moving: Moving) -> tuple[TangentTile, ...]:
+        return tangent_tiles(plan, moving)
+
     def forward(self, plan: KernelPlan, operands: Operands, sms: int) -> Results:
         decode = choose_kernel.decode_kernel(plan)
         if decode is not None:
@@ -130,6 +147,22 @@ class Hopper:
         from flexjax.backends.mosaic_gpu.families import hopper_backward
 
         return hopper_backward.backward(plan, given)
+
+    def tangent(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        tangents: Gradients,
+        derivative: Program | None,
+        sms: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        from flexjax.backends.mosaic_gpu.tangent import hopper as kernel
+        from flexjax.backends.mosaic_gpu.tangent.call import TangentCall
+
+        call = TangentCall.of(plan, derivative, tangents)
+        tile = dataclasses.replace(self.tangent_tiles(call.plan, call.moving)[0], programs=sms)
+        return kernel.tangent(call, operands, results, tangents, tile)
 
 
 HOPPER = Hopper()

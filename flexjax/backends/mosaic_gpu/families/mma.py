@@ -5,6 +5,8 @@ card.
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
 from flexjax.backends.base import WorkItems
 from flexjax.backends.mosaic_gpu.backward import mma_tiles as backward_mma_tiles
 from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
@@ -12,13 +14,15 @@ from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
 from flexjax.backends.mosaic_gpu.decode.mma_tiles import MmaDecodeTile
 from flexjax.backends.mosaic_gpu.families import choose_kernel
 from flexjax.backends.mosaic_gpu.families.kernel_plans import kernel_plan
-from flexjax.backends.mosaic_gpu.families.texts import paired, work_items_text
+from flexjax.backends.mosaic_gpu.families.texts import no_tangent_tile, paired, work_items_text
 from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
 from flexjax.backends.mosaic_gpu.forward.mma_tiles import MmaForwardTile
 from flexjax.backends.mosaic_gpu.forward.tcgen05_tiles import Tcgen05ForwardTile
 from flexjax.backends.mosaic_gpu.machine.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS, Card
+from flexjax.backends.mosaic_gpu.tangent.tiles import EVERYTHING, MmaTangentTile, Moving, mma_tangent_tiles
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results
 
 SIZES = ("block_q", "block_kv", "num_stages")
@@ -113,6 +117,19 @@ class Mma:
         dq, dkv = choose_kernel.mma_backward_kernels(kernel_plan(plan, self, backward=True), self.card)
         return f"dQ {dq.owned} x {dq.visited}, dK/dV {dkv.visited} x {dkv.owned}"
 
+    def refuses_tangent(self, plan: KernelPlan, moving: Moving) -> str | None:
+        plan = kernel_plan(plan, self, backward=True)
+        if ctas_of(plan) > 1 or not self.tangent_tiles(plan, moving):
+            return no_tangent_tile(plan)
+        return None
+
+    def describe_tangent(self, plan: KernelPlan) -> str:
+        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), EVERYTHING)[0]
+        return f"tangent by mma.sync {tile.block_q} x {tile.block_kv}"
+
+    def tangent_tiles(self, plan: KernelPlan, moving: Moving) -> tuple[MmaTangentTile, ...]:
+        return mma_tangent_tiles(plan, moving, self.card)
+
     def forward(self, plan: KernelPlan, operands: Operands, sms: int) -> Results:
         decode = choose_kernel.mma_decode_kernel(plan, self.card)
         if decode is None:
@@ -132,3 +149,19 @@ class Mma:
         from flexjax.backends.mosaic_gpu.families import mma_backward
 
         return mma_backward.backward(plan, given, self.card)
+
+    def tangent(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        tangents: Gradients,
+        derivative: Program | None,
+        sms: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        from flexjax.backends.mosaic_gpu.tangent import mma as kernel
+        from flexjax.backends.mosaic_gpu.tangent.call import TangentCall
+
+        call = TangentCall.of(plan, derivative, tangents)
+        tile = self.tangent_tiles(call.plan, call.moving)[0]
+        return kernel.tangent(call, operands, results, tangents, tile)

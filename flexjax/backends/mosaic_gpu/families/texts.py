@@ -18,6 +18,13 @@ def work_items_text(plan: KernelPlan, decode: decode_hopper_tiles.DecodeTile) ->
     return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
 
 
+def no_tangent_tile(plan: KernelPlan) -> str:
+    return (
+        f"No tile of the tangent kernel, which keeps tangents beside their operands, fits {plan.dtype} head dims "
+        f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}."
+    )
+
+
 def pages_before(plan: KernelPlan) -> str:
     """How the forward kernel gets keys in pages, before its tile: "keys read in their pages, "; "" for the decode
     kernel and other calls.
