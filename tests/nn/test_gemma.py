@@ -1,6 +1,8 @@
 """flexjax.nn.gemma.install beside the attention of gemma.gm.nn: blocks, gradients, decoding over a ring."""
 
 import importlib.util
+import sys
+import types
 import warnings
 
 import jax
@@ -12,6 +14,8 @@ import flexjax.nn
 
 if importlib.util.find_spec("gemma") is None:
     pytest.skip("flexjax.nn.gemma adapts to gemma: pip install gemma", allow_module_level=True)
+if importlib.util.find_spec("tensorflow") is None:  # kauldron, which gemma's blocks import, names its arrays in types
+    sys.modules["tensorflow"] = types.SimpleNamespace(Tensor=type("Tensor", (), {}))  # type: ignore[assignment]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what gemma imports is deprecated in places
     from gemma.gm.nn import _modules

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import flexjax.nn
+from tests.cases.small import launches
+from tests.marks import some_slow
 
 if importlib.util.find_spec("maxtext") is None:
     pytest.skip("flexjax.nn.maxtext adapts to MaxText: pip install maxtext", allow_module_level=True)
@@ -25,7 +27,7 @@ with warnings.catch_warnings():
     from maxtext.models import models
     from maxtext.utils import maxtext_utils
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS, VOCABULARY = 16, 64
 TINY = dict(
@@ -60,7 +62,7 @@ def config_of(folder: pathlib.Path, **options: object) -> typing.Any:
     return pyconfig.initialize(["", base, *(f"{k}={v}" for k, v in given.items())])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", some_slow(CONFIGS, ["llama"]))
 def test_a_model_has_the_loss_and_gradients_of_the_dot_product(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,21 @@ def test_a_model_has_the_loss_and_gradients_of_the_dot_product(
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "made"), [("true", 1), ("false", 2)])
+def test_layers_make_no_block_mask_in_a_loop_or_again(scan: str, made: int, tmp_path: pathlib.Path) -> None:
+    """Of layers that are not scanned XLA merges the rest (tests/transforms/test_checkpoint.py)."""
+    config = config_of(tmp_path, scan_layers=scan)
+    mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
+    given = [jnp.ones((max(2, mesh.size), TOKENS), jnp.int32)] * 3
+    with flexjax.nn.maxtext.install(), jax.set_mesh(mesh), linen.logical_axis_rules(config.logical_axis_rules):
+        model = models.transformer_as_linen(config, mesh, quant=None, model_mode="train")
+        weights = jax.eval_shape(lambda: model.init({"params": jax.random.key(0)}, *given, enable_dropout=False))
+        loss = lambda weights, *given: model.apply(weights, *given, enable_dropout=False).sum()
+        found = launches(jax.jit(jax.grad(loss)).trace(weights, *given).jaxpr.jaxpr)
+    assert [name for name in found if name.endswith("block_lists")] == ["flexjax_block_lists"] * made
 
 
 # ------------------------------------------------------------------- training and decoding
@@ -134,6 +151,7 @@ def test_thirty_steps_have_the_losses_of_the_dot_product(tmp_path: pathlib.Path)
     np.testing.assert_allclose(found, expected, rtol=64 * rounding)  # measured: 1 at first, 16 at the end
 
 
+@pytest.mark.slow
 def test_greedy_decoding_has_the_tokens_of_the_dot_product(tmp_path: pathlib.Path) -> None:
     """With MaxText's engine: the prompt fills the one cache, generated tokens the other."""
     result = maxengine.engine_api.ResultTokens

@@ -17,12 +17,14 @@ if importlib.util.find_spec("maxtext") is None:
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
-TRAIN = textwrap.dedent(re.findall(r"^ *```py\n(.*?)^ *```", (ROOT / "docs" / "clients.md").read_text(), re.M | re.S)[0])
+TRAIN = textwrap.dedent(
+    re.findall(r"^ *```py\n(.*?)^ *```", (ROOT / "docs" / "clients.md").read_text(), re.M | re.S)[0]
+)
 INSTALL = "flexjax.nn.maxtext.install()\n"
 WITHOUT_IDS = """
 from maxtext.layers.attention_op import AttentionOp
 theirs = AttentionOp.apply_attention
-AttentionOp.apply_attention = lambda self, q, k, v, ids, *rest, **more: theirs(self, q, k, v, None, *rest, **more)
+AttentionOp.apply_attention = lambda self, **given: theirs(self, **given | {"decoder_segment_ids": None})
 """
 COUNT_DOCUMENTS = """
 from maxtext.input_pipeline.multihost_dataloading import MultiHostDataLoadIterator
@@ -72,14 +74,18 @@ def trained(script: str, documents: pathlib.Path, out: pathlib.Path) -> tuple[np
     (out / "train.py").write_text(script)
     options = [f"{name}={value}" for name, value in (OPTIONS | places).items()]
     command = [sys.executable, "-W", "ignore", str(out / "train.py"), f"{package}/configs/base.yml", *options]
-    where = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=1")
+    where = os.environ | dict(
+        JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=1"
+    )
     done = subprocess.run(command, env=where, cwd=out, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (out / "metrics").read_text().splitlines()
     return np.array([json.loads(line)["learning/loss"] for line in lines]), done.stdout
 
 
-def test_packed_documents_of_grain_have_the_losses_of_the_dot_product(documents: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_packed_documents_of_grain_have_the_losses_of_the_dot_product(
+    documents: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     assert TRAIN.count(INSTALL) == 1
     theirs, _ = trained(TRAIN.replace(INSTALL, ""), documents, tmp_path / "dot_product")
     ours, printed = trained(COUNT_DOCUMENTS + TRAIN, documents, tmp_path / "flexjax")
