@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flexjax.backends.reference.definition import reference_attention
 from flexjax.call import expectations, float8_scales
 from flexjax.call.arguments import Arguments, Keywords, describe_call, with_signature
+from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dense_keep, key_words
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.context import call as context_call
@@ -189,6 +190,7 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
     """The results of `call` by the dense implementation of reference/definition.py."""
     # mods, block mask, dropout and a traced scale are read as the user gave them, not as the programs that they became
     plan, operands = call.plan, call.operands
+    arguments, _ = by_documents(arguments, plan.batch, plan.q_len, plan.kv_len)
     score_mod, mask_mod, block_mask = arguments.score_mod, arguments.mask_mod, arguments.block_mask
     scale, dropout, keep = arguments.scale, arguments.dropout, None
     origin = call.origin

@@ -292,6 +292,10 @@ class Origin:
     query, key    ints, int32 scalars, or int32 [B]: one for each batch entry of the call
     query="end"   the last query that exists lies at the last key that exists, as in decoding with a cache: query[b] =
                   key[b] + max(key length - query length, 0)
+    documents     int32 [n + 1] or [B, n + 1]: document i of a row has the tokens documents[i] .. documents[i + 1] - 1,
+                  as in cu_seqlens. Tokens then attend within their document alone, and q_idx and kv_idx count from
+                  where it begins; dropout counts in the row. Tokens outside of all documents see nothing. query and
+                  key are 0 then, and there are as many queries as keys
     whole         (batch, heads, q_len, kv_len) of the whole problem, ints, or None where unknown. With the lengths, a
                   read
                   such as `table[h, q_idx - kv_idx + T - 1]` stays a slice; without, it is a gather, which is slower
@@ -310,9 +314,10 @@ class Origin:
     query: int | jax.Array | typing.Literal["end"] = 0
     key: int | jax.Array = 0
     whole: tuple[int | None, int | None, int | None, int | None] | None = None
+    documents: ArrayArgument | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "head", "query", "key"):
+        for name in ("batch", "head", "query", "key", "documents"):
             object.__setattr__(self, name, unwrapped(getattr(self, name)))
 
     def __repr__(self) -> str:
@@ -323,15 +328,16 @@ class Origin:
 
 
 def _flatten_origin(origin: Origin) -> tuple[tuple, tuple]:
-    """(children, static data) of the pytree: ((batch, head, query or None, key), ("end" or False, whole))."""
+    """(children, static data) of the pytree; where query is "end" its child is None."""
     end = isinstance(origin.query, str)
-    return (origin.batch, origin.head, None if end else origin.query, origin.key), (end and origin.query, origin.whole)
+    numbers = (origin.batch, origin.head, None if end else origin.query, origin.key, origin.documents)
+    return numbers, (end and origin.query, origin.whole)
 
 
 def _unflatten_origin(static: tuple, numbers: typing.Iterable[typing.Any]) -> Origin:
     """The inverse of `_flatten_origin`; `numbers` may be any objects that jax puts in place of the children."""
-    batch, head, query, key = numbers
-    return Origin(batch, head, static[0] or query, key, static[1])
+    batch, head, query, key, documents = numbers
+    return Origin(batch, head, static[0] or query, key, static[1], documents)
 
 
 jax.tree_util.register_pytree_node(Origin, _flatten_origin, _unflatten_origin)

@@ -28,6 +28,7 @@ from flexjax.call.checks import (
     check_scale,
     check_weights,
 )
+from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dropout_program
 from flexjax.call.expectations import check_expectations, with_functions
 from flexjax.errors import bad_argument
@@ -100,9 +101,12 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
 
     Arrays may be traced. With `in_pages`, key and value are not read. Nothing is computed but block lists.
     """
-    layout, return_aux = arguments.layout, arguments.return_aux
-    options = check_options(return_aux, arguments.kernel_options)
+    layout = arguments.layout
+    options = check_options(arguments.return_aux, arguments.kernel_options)
     inputs = check_inputs(arguments) if in_pages is None else in_pages.inputs
+    sizes = inputs.sizes
+    arguments, documents = by_documents(arguments, sizes.batch, sizes.q_len, sizes.kv_len)
+    return_aux = arguments.return_aux
     weights = check_weights(arguments.weights, arguments.sinks, return_aux, inputs.dtype)
     scale = _scale(arguments.scale, inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
@@ -191,6 +195,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         lengths=lengths,
         pages=None if in_pages is None else in_pages.pages,
         scales=None if in_pages is None else in_pages.scales,
+        documents=documents if options.invariant else None,
     )
     return PreparedCall(plan, operands, score, origin, weights)
 

@@ -174,6 +174,11 @@ def table_of(
         raise bad_argument(
             "origin", kind_of(origin), "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
         )
+    if origin.documents is not None:
+        raise bad_argument(
+            "origin.documents", "given where it is not taken", "None",
+            "Pass it to flex_attention, with mask_mod; its tokens are not split over devices by context=.",
+        )  # fmt: skip
     whole = _whole(origin.whole)
     at_end = isinstance(origin.query, str) and origin.query == "end"
     if at_end:

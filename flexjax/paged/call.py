@@ -255,6 +255,8 @@ def _placed(mod: typing.Any, origin: object) -> typing.Any:
         return mod
     if not isinstance(origin, Origin):
         raise bad_argument("origin", kind_of(origin), "a flexjax.Origin or None", "None starts at 0.")
+    if origin.documents is not None:
+        raise bad_argument("origin.documents", "given", "None", "Each request is a document; give requests.")
     for name in ("query", "key"):
         start = getattr(origin, name)
         if not isinstance(start, int) or start != 0:

@@ -112,6 +112,7 @@ def operand_names(problem: Problem) -> list[str]:
             None if x is None else f"{name}_seq_lengths"
             for name, x in zip(("query", "key_value"), places.lengths, strict=True)
         ),
+        documents=None if places.documents is None else "origin.documents",
     )
     return jax.tree.leaves(named)
 

@@ -101,6 +101,7 @@ def operand_dims(problem: Problem) -> list[str]:
         ),
         origin=None if plan.origin is None else starts_of(*plan.origin.table_dims),
         lengths=None if present.lengths is None else Lengths._make(None if x is None else "b" for x in present.lengths),
+        documents=None if present.documents is None else "b offsets",
     )
     return jax.tree.leaves(named)
 

@@ -157,6 +157,7 @@ def fold(call: Mapped) -> Folded:
         lists=lists,
         origin=origin,
         lengths=fold_lengths(operands.lengths, flags.lengths, size),
+        documents=lead(operands.documents, flags.documents),
     )
     rest = []
     for index in range(call.leaves, len(call.flat)):

@@ -47,10 +47,15 @@ def refuses_backend(name: str, plan: KernelPlan, platform: str | None) -> str | 
     return _refuses_backend(name, plan, platform)
 
 
-def describe(name: str, plan: KernelPlan, platform: str) -> str:
-    """For explain, of the plan on the backend `name`: whether its bits follow the rest of the call."""
+def describe(name: str, plan: KernelPlan, platform: str, documents: bool) -> str:
+    """For explain, of the plan on the backend `name`: whether its bits follow the rest of the call.
+
+    documents   whether the call has the offsets of documents
+    """
     if plan.options.invariant:
-        return "bits: out and lse of a token follow its query and the keys that it sees, and not the rest of the call"
+        told = "bits: out and lse of a token follow its query and the keys that it sees, and not the rest of the call"
+        packed = ". Documents of a row are told by Origin(documents=); a mask alone follows the packing"
+        return told + ("" if documents else packed)
     why = refuses(plan) or _refuses_backend(name, plan, platform)
     more = why or f"kernel_options.invariant=True keeps them fixed, in {COST}."
     return f"bits: out and lse of a token may follow the rest of the call. {more}"

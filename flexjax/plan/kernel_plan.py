@@ -266,6 +266,8 @@ class Operands(typing.NamedTuple):
     lengths: Lengths | None = None
     pages: jax.Array | None = None
     scales: Scales | None = None
+    # offsets of an invariant call, int32 [B, n + 1]: the mask has them too, but tiles begin there
+    documents: jax.Array | None = None
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:

@@ -176,6 +176,21 @@ def padded(p: Problem) -> Found:
     return found(range(p.T), (out[:, : p.T], aux._replace(lse=aux.lse[:, : p.T])))
 
 
+def packed(p: Problem, before: int, after: int) -> Found:
+    """As a document between two others, whose offsets are traced."""
+    at = np.cumsum([0, before, p.T, after]).astype(np.int32)
+    parts = zip(p.other(before), p.qkv, p.other(after), strict=True)
+    whole = [np.concatenate(x)[None] for x in parts]
+
+    @jax.jit
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> Any:
+        return flex_attention(q, k, v, score_mod=p.score_mod(), origin=Origin(documents=documents), **p.keywords)
+
+    out, aux = call(*whole, at)
+    own = slice(before, before + p.T)
+    return found(range(p.T), (out[:, own], aux._replace(lse=aux.lse[:, own])))
+
+
 def learned(p: Problem) -> Found:
     """With gradients of all operands and of the slopes, whose array is traced, and with max_scores."""
 
@@ -242,6 +257,8 @@ WAYS: dict[str, Callable[[Problem], Any]] = {
     "vmap": lambda p: batch(p, "vmap"),
     "a scan": lambda p: batch(p, "scan"),
     "a padded buffer": padded,
+    "packed behind 5 tokens": lambda p: packed(p, 5, 40),
+    "packed behind 301 tokens": lambda p: packed(p, 301, 1),
     "captured gradients": learned,
     "2 shards of heads": lambda p: head_shards(p, 2),
     "4 shards of heads": lambda p: head_shards(p, 4),

@@ -110,16 +110,32 @@ class _Call:
         token, head = row // plan.group, m * plan.group + row % plan.group
         query = operands.query[(b, token, head) if plan.layout == "BTNH" else (b, head, token)]
         rows = _Rows(b, m, head, token, bar(query.astype(self.compute)), self._hit(b, m, token[0], token[-1]))
-        state = self._keys_between(self._start(), rows, *self._bounds(b, token))
+        first, last = self._documents(b, token)
+        one = lambda number, state: self._keys_between(state, rows, *self._bounds(b, token, number))
+        state = lax.fori_loop(first, last, one, self._start())
         sinks = None if operands.sinks is None else operands.sinks[head].astype(self.compute)
         return self._finish(state, sinks)
 
-    def _bounds(self, b: Array, token: Array) -> tuple[Array, Array]:
-        """Where the keys begin among those of the call, 0 or before, and where they end."""
+    def _documents(self, b: Array, token: Array) -> tuple[Array, Array]:
+        """(the first document of tokens, past the last one); a row without documents is one."""
+        offsets = self._offsets(b)
+        if offsets is None:
+            return jnp.int32(0), jnp.int32(1)
+        first, last = ((offsets[1:] <= t).sum(dtype=jnp.int32) for t in (token[0], token[-1]))
+        return first, jnp.minimum(last + 1, offsets.shape[0] - 1)
+
+    def _offsets(self, b: Array) -> Array | None:
+        return None if self.operands.documents is None else self.operands.documents[b]
+
+    def _bounds(self, b: Array, token: Array, document: Array) -> tuple[Array, Array]:
+        """Where the keys of a document begin among those of the call, 0 or before without documents, and end."""
         plan, lengths = self.plan, self.lengths
         end = jnp.int32(plan.kv_len) if lengths.key is None else lengths.key[b]
         if lengths.query is not None:
             end = jnp.where(token[0] < lengths.query[b], end, 0)  # these rows are not read
+        offsets = self._offsets(b)
+        if offsets is not None:
+            return offsets[document], jnp.minimum(end, offsets[document + 1])
         return -key_positions(plan.origin, self.operands.origin, b, jnp.int32(0)), end
 
     def _keys_between(self, state: _State, rows: _Rows, begin: Array, end: Array) -> _State:
