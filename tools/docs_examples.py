@@ -80,6 +80,18 @@ def chosen_blocks() -> np.ndarray:
     return found
 
 
+def unions_of_choices() -> np.ndarray:
+    """What each query chose and sees, strong, in what its tile of 12 queries visits."""
+    tile, block, rng = 12, 6, np.random.default_rng(1)
+    own = np.arange(N) // block
+    far = np.where(rng.random(N) < 0.3, rng.random(N), np.repeat(rng.random(N // tile), tile)) * (own + 1)
+    chosen = np.stack([own, np.zeros(N, int), far.astype(int)], -1).astype(np.int32)[None, None]
+    make = lambda **more: flexjax.BlockMask.from_chosen_blocks(jnp.asarray(chosen), (tile, block), **more)
+    on = np.asarray(make(mask_mod=masks.causal).to_mask())[0, 0]
+    blocks = np.asarray(make().to_mask())[0, 0].reshape(N // tile, tile, -1).any(1)
+    return np.where(on, LEVELS, 2 * np.repeat(blocks, tile, 0))
+
+
 def key_scales() -> np.ndarray:
     """The logarithm of the scale of each key, of four heads."""
     k = jax.random.normal(jax.random.key(0), (N, 4, 64)) * jnp.exp(2 * jax.random.normal(jax.random.key(1), (N, 4, 1)))
@@ -99,6 +111,7 @@ PICTURES = {
     "pair_bias_gradient": pair_bias,
     "block_diffusion": lambda: LEVELS * np.asarray(masks.block_diffusion(N // 2, 6)(0, 0, Q, KV)),
     "topk_blocks": chosen_blocks,
+    "train_chosen_blocks": unions_of_choices,
     "fp8_keys": key_scales,
     "alibi_window": alibi_window,
 }

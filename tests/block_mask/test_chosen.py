@@ -145,6 +145,25 @@ def test_attention_and_all_gradients_are_those_of_the_dense_mask() -> None:
         assert_close(run(chosen, *x), want(*x))
 
 
+def test_heads_of_a_group_as_neighbouring_queries() -> None:
+    """G heads of T queries as one head of T * G, each choice that of G rows: the same numbers, all gradients too."""
+    share = N // M
+    rows = lambda x: x.reshape(B, T, M, share, D).swapaxes(2, 3).reshape(B, T * share, M, D)
+
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        mask = BlockMask.from_chosen_blocks(
+            chosen, (32, 16), q_len=T * share, kv_len=S, mask_mod=lambda b, h, i, j: i // share >= j
+        )
+        score_mod = lambda s, b, h, i, j: s + bias[h * share + i % share, j]
+        out = flexjax.flex_attention(rows(q), k, v, score_mod=score_mod, block_mask=mask)
+        return out.reshape(B, T, share, M, D).swapaxes(2, 3).reshape(B, T, N, D)
+
+    with jax.enable_x64(True):
+        chosen, x = choices((B, M, T, 3), 16), inputs()
+        want = quick_jit(lambda *x: with_gradients(lambda *x: by_definition(dense(chosen, 16) & CAUSAL, *x), *x))
+        assert_close(quick_jit(lambda *x: with_gradients(packed, *x))(*x), want(*x))
+
+
 @settings(max_examples=100 if settings().max_examples > 100 else 6, deadline=None)
 @given(data=st.data())
 def test_any_choices(data: st.DataObject) -> None:

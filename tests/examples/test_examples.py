@@ -34,6 +34,7 @@ TRAINED: dict[str, dict[str, int]] = {
     "train_nnx": {"length": 64, "steps": 12, "width": 32, "batch": 2},
     "moe_on_a_mesh": {"length": 32, "steps": 20, "width": 32},
     "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
+    "train_chosen_blocks": {"length": 128, "block": 16, "keep": 3, "steps": 20, "width": 32},
 }
 """Examples that train, with the arguments of a small run."""
 
