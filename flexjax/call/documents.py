@@ -10,7 +10,6 @@ documents do.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from flexjax.mod_tools.made_for import carry, sizes_of
 from flexjax.types import MaskMod, Origin, Weights
 
 Array = jax.Array
-Mod = typing.TypeVar("Mod", bound=Callable | None)
 
 
 def by_documents(arguments: Arguments, batch: int, q_len: int, kv_len: int) -> tuple[Arguments, Array | None]:
@@ -38,7 +36,7 @@ def by_documents(arguments: Arguments, batch: int, q_len: int, kv_len: int) -> t
     start, position = _of_tokens(offsets, q_len)
     read = lambda x, b, i: batched_value_at(x if x.shape[0] > 1 else x[0], b, i)
 
-    def moved(mod: Mod) -> Mod:
+    def moved(mod: typing.Any) -> typing.Any:
         """The mod, if it is a function, of positions in a document."""
         if not callable(mod):
             return mod  # None, or refused where it is traced
@@ -48,7 +46,7 @@ def by_documents(arguments: Arguments, batch: int, q_len: int, kv_len: int) -> t
             *score, b, h, q_idx, kv_idx = at
             return mod(*score, b, h, read(position, b, q_idx), read(position, b, kv_idx))
 
-        return typing.cast(Mod, carry(in_document, [s for s in sizes_of(mod) if s.axis in ("batch", "heads")]))
+        return carry(in_document, [s for s in sizes_of(mod) if s.axis in ("batch", "heads")])
 
     weights, aux = arguments.weights, arguments.return_aux
     if isinstance(weights, Weights):
@@ -128,8 +126,7 @@ def _checked(origin: Origin, arguments: Arguments, batch: int, lengths: tuple[in
 
 def _of_tokens(offsets: np.ndarray | Array, tokens: int) -> tuple[Array, Array]:
     """(where the document of each token begins, -1 outside of all; position in it), int32 [1 or B, tokens]."""
-    known = isinstance(offsets, np.ndarray)
-    xp = np if known else jnp
+    xp: typing.Any = np if isinstance(offsets, np.ndarray) else jnp
     at = xp.arange(tokens, dtype=np.int32)
     # the last offset that is not past a token; offsets that repeat are documents of no tokens
     number = xp.stack([xp.searchsorted(row, at, side="right") for row in offsets]).astype(np.int32)
