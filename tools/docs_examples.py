@@ -36,6 +36,14 @@ def packed_documents() -> np.ndarray:
     return LEVELS * np.asarray(flexjax.and_masks(masks.causal, documents)(0, 0, Q, KV))
 
 
+def tiles_of_documents() -> np.ndarray:
+    """Packed documents, each in tiles of keys from its own start; the strength is the number of the tile."""
+    offsets = np.array([0, 17, 47, 56, 72])
+    start = np.repeat(offsets[:-1], np.diff(offsets))
+    tiles = 1 + (KV - start) // 6 % LEVELS
+    return np.where((Q >= KV) & (start[:, None] == start), tiles, 0)
+
+
 def devices_of_rows() -> np.ndarray:
     """A causal mask, each row in the strength of the device that owns it."""
     devices = 4
@@ -108,6 +116,7 @@ PICTURES = {
     "train_packed_lm": packed_documents,
     "train_on_a_mesh": devices_of_rows,
     "serve_lm": pages_in_use,
+    "same_bits": tiles_of_documents,
     "pair_bias_gradient": pair_bias,
     "block_diffusion": lambda: LEVELS * np.asarray(masks.block_diffusion(N // 2, 6)(0, 0, Q, KV)),
     "topk_blocks": chosen_blocks,

@@ -42,6 +42,7 @@ TRAINED: dict[str, dict[str, int]] = {
 def test_every_example_is_tested():
     tested = {
         "serve_lm",
+        "same_bits",
         "train_packed_lm",
         "alibi_window",
         "pair_bias_gradient",
@@ -91,6 +92,18 @@ def test_serve_lm(monkeypatch, capsys):
     assert results["waited"] > 0
     assert results["losses"][-1] < results["losses"][0]
     assert "tokens/s" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_same_bits(capsys):
+    """The sampler's log-probabilities are those of the training step, which moves the policy; without the option they are not."""
+    main = load("same_bits").main
+    results = main(requests=4, steps=150)
+    assert results["tokens"] > 500
+    assert results["difference"] == 0.0
+    assert results["change"] > 1e-4
+    assert main(requests=4, steps=150, invariant=False)["difference"] > 0.0
+    assert "largest difference of log-probabilities 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
