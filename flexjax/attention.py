@@ -15,6 +15,7 @@ from flexjax.call.arguments import Arguments, Keywords, describe_call, with_sign
 from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dense_keep, key_words
 from flexjax.call.prepare import PreparedCall, prepare
+from flexjax.call.tolerance import check_score_bound
 from flexjax.context import call as context_call
 from flexjax.context.context_parallel import ContextParallel
 from flexjax.errors import add_note_once, public
@@ -86,7 +87,7 @@ def flex_attention(
                  A jax scalar may be traced and gets a gradient
     sinks        [N] logits: one more column of the softmax, without a value; lse includes it
     layout       "BTNH" or "BNTH", the order of the axes of query, key, value, the extra features and out
-    return_aux   AuxRequest(lse=, max_scores=, total=, expectations=): also return an AuxOutput
+    return_aux   AuxRequest(lse=, max_scores=, total=, expectations=, lost=): also return an AuxOutput
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or
                  several, which are asked in this order
     kernel_options  KernelOptions: tile sizes, split-KV, instruction, determinism, simulation
@@ -97,6 +98,15 @@ def flex_attention(
                  entry exist, clipped to 0 .. T and 0 .. S. They may be traced; blocks past a length are skipped
     origin       Origin: what is added to b, h, q_idx and kv_idx where the arrays are a slice of a larger attention: a
                  shard, a chunk of a prefill, a decode step. None: that of block_mask, or nothing
+    tolerance    a Python number from 0 to below 0.5: blocks of keys that provably hold next to nothing of a row are
+                 skipped, in both passes. The probabilities that a row loses sum to at most `tolerance`, whatever query
+                 and key are: out moves by at most 2 * tolerance * max|value| / (1 - dropout rate), lse by at most
+                 -log1p(-tolerance). Gradients are those of the attention over the blocks that stay: against the whole
+                 they are off absolutely, not relatively, and an element of a captured array that every row leaves out
+                 gets 0. What score_mod sets to -inf is skipped at 0 too. None: nothing is skipped (docs/tolerance.md)
+    score_bound  beside `tolerance`, a bound of |scale * query . key| that you know, a number or an array of up to four
+                 dims [B, N, query blocks, key blocks], each of them or 1. A wrong one gives a wrong result;
+                 implementation="reference" checks it
     precision    how exactly float32 is multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision),
                  "default", "high", "highest", a jax.lax.Precision or DotAlgorithmPreset (docs/performance.md)
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout.
@@ -149,7 +159,7 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
-    return with_aux(results, arguments)
+    return with_aux(results, arguments, None if call.skipped is None else call.skipped.lost)
 
 
 def _checked(results: Results) -> Results:
@@ -166,7 +176,7 @@ class Returning(typing.Protocol):
     def return_aux(self) -> AuxRequest | None: ...
 
 
-def with_aux(results: Results, arguments: Returning) -> Array | tuple[Array, AuxOutput]:
+def with_aux(results: Results, arguments: Returning, lost: Array | None = None) -> Array | tuple[Array, AuxOutput]:
     """What flex_attention and paged_attention return: out divided by the divisor of its weights, or with return_aux
     (out, AuxOutput).
     """
@@ -183,6 +193,7 @@ def with_aux(results: Results, arguments: Returning) -> Array | tuple[Array, Aux
         results.max_scores if return_aux.max_scores else None,
         statistic if return_aux.total else None,
         None if results.expectations is None else expectations.named(return_aux, results.expectations),
+        None if lost is None or not return_aux.lost else jax.lax.stop_gradient(lost),
     )
 
 
@@ -192,6 +203,8 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
     plan, operands = call.plan, call.operands
     arguments, _ = by_documents(arguments, plan.batch, plan.q_len, plan.kv_len)
     score_mod, mask_mod, block_mask = arguments.score_mod, arguments.mask_mod, arguments.block_mask
+    if call.skipped is not None and call.skipped.mask is not None:
+        mask_mod, block_mask = None, call.skipped.mask
     scale, dropout, keep = arguments.scale, arguments.dropout, None
     origin = call.origin
     indices = None
@@ -203,24 +216,31 @@ def _reference(call: PreparedCall, arguments: Arguments) -> Results:
     query, key, value = operands.query, operands.key, operands.value
     if plan.float8:
         query, key, value = float8_scales.dequantised((query, key, value), arguments)
-    out, lse, top, *found = reference_attention(
+    dense = functools.partial(
+        reference_attention,
         query,
         key,
-        value,
+        scale=scale if isinstance(scale, Array) else plan.scale,
+        layout=plan.layout,
+        query_extra=operands.query_extra,
+        key_extra=operands.key_extra,
+        lengths=operands.lengths or NONE,
+    )
+    if call.skipped is not None and call.skipped.bound is not None:
+        whole = call.skipped.whole
+        excess = dense(value=value, score_mod=call.skipped.excess, mask=None if whole is None else whole.to_mask())[2]
+        value = check_score_bound(value, excess)
+    out, lse, top, *found = dense(
+        value=value,
         score_mod=None if score_mod is None else users(lift_numpy(score_mod)[0]),
         weights=None if call.weights is None else users(lift_numpy(call.weights.function)[0]),
         expectations=[users(lift_numpy(f)[0]) for f in expectations.functions_of(arguments.return_aux).values()],
         mask_mod=None if mask_mod is None else users(lift_numpy(mask_mod)[0]),
         indices=indices,
         mask=None if block_mask is None else block_mask.to_mask(),
-        scale=scale if isinstance(scale, Array) else plan.scale,
         sinks=operands.sinks,
-        layout=plan.layout,
-        query_extra=operands.query_extra,
-        key_extra=operands.key_extra,
         dropout_rate=0.0 if dropout is None else dropout.rate,
         dropout_keep=keep,
-        lengths=operands.lengths or NONE,
     )
     dtype = plan.score_dtype
     top = top.astype(dtype) if plan.max_scores else None

@@ -105,12 +105,15 @@ class AuxRequest:
         asked = AuxRequest(lse=True, expectations={"score": lambda s, b, h, q, k: s})
         out, aux = flex_attention(q, k, v, return_aux=asked)
         entropy = aux.lse - aux.expectations["score"]
+    lost         of a call with `tolerance`: a proven bound of the probabilities that were left out of a row, float32 in
+                 the shape of lse, without a gradient; it costs nothing
     """
 
     lse: bool = False
     max_scores: bool = False
     total: bool = False
     expectations: Mapping[str, ScoreMod] | None = dataclasses.field(default=None, hash=False)
+    lost: bool = False
 
     def __post_init__(self) -> None:
         _check_flags("return_aux", self)
@@ -128,6 +131,7 @@ class AuxOutput(typing.NamedTuple):
     max_scores: jax.Array | None = None
     total: jax.Array | None = None
     expectations: dict[str, jax.Array] | None = None
+    lost: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

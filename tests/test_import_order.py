@@ -24,6 +24,7 @@ ORDER = (
     ("rewrites",),
     ("parallel",),
     ("plan", "block_mask"),
+    ("tolerance",),
     ("trace",),
     ("analysis",),
     ("ir",),

@@ -15,13 +15,14 @@ from jax.core import Tracer
 
 from flexjax.block_mask import build, picture, transpose
 from flexjax.block_mask.chosen import from_chosen as chosen_blocks
+from flexjax.block_mask.kept import without_small_blocks
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
 from flexjax.errors import bad_argument, public
 from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.origin import OriginTable, key_positions, query_positions
 from flexjax.mod_tools.settings import own
-from flexjax.types import MaskMod, Origin
+from flexjax.types import ArrayArgument, MaskMod, Origin, ScoreMod
 
 Array = jax.Array
 
@@ -231,6 +232,11 @@ class BlockMask(Parts):
         with an origin, for a stack of masks and for an index that does not fit.
         """
         self._refuse_stack()
+        if self.claim is not None:
+            raise bad_argument(
+                "block_mask", "made with tolerance", "one without to select from",
+                "Its claim is of the positions of the whole: make the part with create_block_mask and an origin.",
+            )  # fmt: skip
         if self.origin is not None:
             raise bad_argument(
                 "block_mask", "made with an origin", "one without to select from",
@@ -356,6 +362,10 @@ def create_block_mask(
     block_size: int | tuple[int, int] = 128,
     exact: bool | None = None,
     origin: Origin | OriginTable | None = None,
+    tolerance: float | None = None,
+    score_mod: ScoreMod | None = None,
+    score_bound: float | ArrayArgument | None = None,
+    scale: float | None = None,
 ) -> BlockMask:
     """The block mask of `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of int32 scalars, True at visible entries.
 
@@ -368,9 +378,20 @@ def create_block_mask(
     origin         where the queries and keys lie in the whole problem, whose indices mask_mod sees; q_len, kv_len and
                    the block numbers in the lists count from 0. Calls that use the block mask take it for score_mod and
                    dropout too.
+    tolerance      also leaves out blocks that provably hold at most this share of each row, in total, in calls with
+                   `score_mod` and `scale` where |scale * query . key| is at most `score_bound`, a number or an array as
+                   for flex_attention. Captured arrays are kept by their numbers; a call with others, or with another
+                   score_mod or scale, raises ValueError (docs/tolerance.md)
 
     Takes O(blocks) time, beside the entries that `exact` evaluates, and never makes a q_len x kv_len array. Works
     inside jit, and with captured arrays that are traced. Raises ValueError for arguments that do not fit each other,
     and for a mask_mod that cannot be compiled, or that reads `b` (`h`) where batch (heads) is None.
     """
-    return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact, origin))
+    made = build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact, origin)
+    if tolerance is not None:
+        made = without_small_blocks(made, score_mod, (batch, heads), score_bound, tolerance, scale)
+    else:
+        for name, given in (("score_mod", score_mod), ("score_bound", score_bound), ("scale", scale)):
+            if given is not None:
+                raise bad_argument(name, "given without tolerance", "None", "Pass tolerance= too.")
+    return BlockMask.of(made)

@@ -12,6 +12,7 @@ from flexjax.block_mask import transpose
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable
 from flexjax.ir.program import Program
+from flexjax.tolerance.claim import Claim
 
 Array = jax.Array
 
@@ -26,7 +27,7 @@ ARRAY_FIELDS = (
 )
 BROADCAST = 1 << 20
 """Batch entries or heads for which a mask that all of them share is traced."""
-STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_user_lists")
+STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_user_lists", "claim")
 
 
 class ListArray:
@@ -80,6 +81,8 @@ class Parts:
     bits: tuple[Array, Array] | None = None
     # the four lists as numpy arrays, if build.py made them and they are not traced
     on_host: tuple[np.ndarray, ...] | None = None
+    # what the lists hold for, if blocks were left out by `tolerance`
+    claim: Claim | None = None
     # the four lists as they were made, with ascending numbers; None where it is not known that they ascend
     made: tuple[Array, ...] | None = None
 
@@ -165,5 +168,5 @@ def parts_of(
     made = (num, index, full_num, full_index) if ascending and bits is None else None
     return Parts(
         num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin,
-        bits, on_host, made,
+        bits, on_host, made=made,
     )  # fmt: skip

@@ -54,6 +54,8 @@ class Arguments:
     key_value_seq_lengths: int | ArrayOrShape | None = None
     origin: Origin | OriginTable | None = None
     precision: Precision = None
+    tolerance: float | None = None
+    score_bound: float | ArrayOrShape | None = None
     return_aux: AuxRequest | None = None
 
     def given(self) -> dict[str, typing.Any]:
@@ -88,6 +90,8 @@ class Keywords(MaskAndScore[A], total=False):
     query_seq_lengths: int | A | None
     key_value_seq_lengths: int | A | None
     precision: Precision
+    tolerance: float | None
+    score_bound: float | A | None
 
 
 def with_signature(arguments: type, keywords: type) -> Callable[[F], F]:

@@ -31,6 +31,7 @@ from flexjax.call.checks import (
 from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dropout_program
 from flexjax.call.expectations import check_expectations, with_functions
+from flexjax.call.tolerance import Skipped, check_call, check_claim, skipped
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
 from flexjax.ir.reach import reach_of
@@ -62,6 +63,7 @@ class PreparedCall:
     score    the traced score program: score_mod, and `scale` where that is an array; None for the identity
     weights  the argument, checked
     origin   where the arrays lie in the whole problem; None: at 0
+    skipped  what `tolerance` leaves out; None without
     """
 
     plan: KernelPlan
@@ -69,6 +71,7 @@ class PreparedCall:
     score: TracedMod | None
     origin: OriginTable | None = None
     weights: Weights | None = None
+    skipped: Skipped | None = None
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
         """The static parameter of the primitives; `implementation` are names of backends in order."""
@@ -108,6 +111,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     arguments, documents = by_documents(arguments, sizes.batch, sizes.q_len, sizes.kv_len)
     return_aux = arguments.return_aux
     weights = check_weights(arguments.weights, arguments.sinks, return_aux, inputs.dtype)
+    tolerance = check_call(arguments, inputs.sizes.of_indices, inputs.dtype)
     scale = _scale(arguments.scale, inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
     scales = float8_scales.of_call(arguments, inputs)
@@ -154,6 +158,12 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     dropout = scales.factor(sizes) if scales.value is not None else dropout
     score, dropout = (None if x is None else _at_origin(x, origin, own_sizes) for x in (score, dropout))
     dtype = "bfloat16" if inputs.dtype == FLOAT8 else inputs.dtype
+    precision, left_out = precision_name(arguments.precision, dtype), None
+    if block_mask is not None and block_mask.claim is not None:
+        check_claim(block_mask.claim, arguments, inputs)
+    if tolerance is not None:
+        left_out = skipped(arguments, inputs, tolerance, score, block_mask, origin, lengths, (scale, precision))
+        block_mask = left_out.mask or block_mask
     plan = KernelPlan(
         **vars(inputs.sizes),
         dtype=dtype,
@@ -171,7 +181,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         page=0 if in_pages is None else in_pages.page,
         stored_pages=0 if in_pages is None else inputs.key.shape[0],
         cache_dtype=None if in_pages is None else in_pages.cache_dtype,
-        precision=precision_name(arguments.precision, dtype),
+        precision=precision,
         residues=None if origin or lengths or in_pages else _residues(block_mask, score),
         float8=inputs.dtype == FLOAT8,
         weighted=weights is not None,
@@ -197,7 +207,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         scales=None if in_pages is None else in_pages.scales,
         documents=documents if options.invariant else None,
     )
-    return PreparedCall(plan, operands, score, origin, weights)
+    return PreparedCall(plan, operands, score, origin, weights, left_out)
 
 
 def _origin(

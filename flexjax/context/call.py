@@ -104,6 +104,11 @@ def build(context: object, given: Given) -> Built:
         raise both_masks()
     if functions_of(arguments.return_aux):
         raise NotImplementedError("A call with context= computes no expectations. Leave out context= or expectations.")
+    if arguments.tolerance is not None or getattr(block_mask, "claim", None) is not None:
+        raise NotImplementedError(
+            "A call with context= takes no tolerance, nor a block mask that was made with one: which keys travel is "
+            "decided before their norms are known. Leave it out, or hide far keys by mask_mod."
+        )
     query, key, value = (jnp.asarray(values_of(x)) for x in (arguments.query, arguments.key, arguments.value))
     for name in ("query", "key", "value"):
         if isinstance(getattr(arguments, name), Quantized):

@@ -40,6 +40,7 @@ from flexjax.ir.origin import OriginLayout
 from flexjax.look import cards
 from flexjax.look.explain_context import describe_context
 from flexjax.look.explain_programs import capture_names, describe, input_names
+from flexjax.look.explain_tolerance import describe_tolerance
 from flexjax.look.explain_work import describe_work
 from flexjax.mod_tools.settings import own
 from flexjax.paged.cache import PagedCache
@@ -267,6 +268,7 @@ def _text(
     paged = call.plan.page > 0
     head = _shapes(call.plan, isinstance(given.scale, Array))
     others = [
+        describe_tolerance(call),
         _choice(call, implementation, target),
         "" if paged else _devices(call, placed),
         describe_work(call, dispatch.choose(call.plan, implementation, target)),

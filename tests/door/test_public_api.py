@@ -33,14 +33,15 @@ SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, weights=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', kernel_options=None, dropout=None, "
         "query_extra=None, key_extra=None, query_seq_lengths=None, "
-        "key_value_seq_lengths=None, origin=None, precision=None, "
+        "key_value_seq_lengths=None, origin=None, precision=None, tolerance=None, score_bound=None, "
         "return_aux=None, implementation=None, context=None",
     "paged_attention": "query, cache, table, *, score_mod=None, weights=None, mask_mod=<function causal>, query_seq_lengths=None, cu_q_lens=None, "
         "scale=None, sinks=None, shared=None, origin=None, kernel_options=None, return_aux=None, implementation=None",
     "attention_weights": "query, key, *, score_mod=None, weights=None, mask_mod=None, block_mask=None, scale=None, sinks=None, layout='BTNH', "
         "origin=None",
     "merge_attention_states": "outs, lses, axis=0",
-    "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
+    "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None, tolerance=None, "
+    "score_mod=None, score_bound=None, scale=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
         "block_size=128, mask_mod=None, q_len=None, kv_len=None",
     "and_masks": "*mask_mods",
@@ -149,7 +150,7 @@ def test_block_mask_has_what_the_design_lists() -> None:
 
 
 def test_small_types() -> None:
-    assert AuxOutput() == (None, None, None, None)
+    assert AuxOutput() == (None, None, None, None, None)
     assert AuxOutput._fields == tuple(inspect.signature(AuxRequest).parameters)
     assert KernelOptions(block_q=64) == KernelOptions(block_q=64)
     assert hash(KernelOptions()) == hash(KernelOptions())

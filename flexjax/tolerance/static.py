@@ -1,0 +1,74 @@
+"""What is known of a score program before it meets an array: whether a bound of its result can leave blocks out."""
+
+import jax.numpy as jnp
+
+from flexjax.analysis.interval_rules import RULES
+from flexjax.analysis.interval_truth import COMPARISONS, LOGIC
+from flexjax.ir import program as ir
+from flexjax.ir.operations import LOOPS
+from flexjax.ir.program import Atom, Lit, Op, Program, Val, axes_of
+
+BOUNDED_LOOPS = frozenset({"loop_index", "loop_add", "loop_max", "loop_min", "loop_and", "loop_or"})
+
+
+def why_nothing(program: Program | None) -> str | None:
+    """Why no bound of this program's result leaves a block out, in a sentence; None if one may."""
+    if program is None or "kv" not in indices_of(program):
+        return "The new score does not depend on kv_idx, so that no block is provably small."
+    step = unbounded_step(program)
+    return None if step is None else f"`{step}` in score_mod has no bounds."
+
+
+def indices_of(program: Program) -> frozenset[str]:
+    """Which of b, h, q and kv the result depends on beside the score, which depends on all of them."""
+    found = {i: frozenset({name}) for i, name in enumerate(ir.INPUT_NAMES) if i != ir.SCORE}
+    of = lambda a: frozenset() if isinstance(a, Lit) else found.get(a.id, frozenset())
+    for step in program.steps:
+        found.update({out.id: frozenset().union(*map(of, step.inputs)) for out in step.outs})
+    return of(program.results[0])
+
+
+def unbounded_step(program: Program) -> str | None:
+    """The name of the first step without an interval rule that makes the result unbounded; None without such a step.
+
+    A bool that is not known still bounds what it chooses from, as an index that is not known bounds a read.
+    """
+    named: dict[int, str] = {}
+
+    def name_of(atom: Atom) -> str | None:
+        return None if isinstance(atom, Lit) else named.get(atom.id)
+
+    for step in program.steps:
+        if isinstance(step, ir.Load):
+            continue
+        found = next((name for a in step.inputs if (name := name_of(a))), None)
+        if isinstance(step, Op) and step.prim == "select_n":
+            cases = [name_of(a) for a in step.inputs[1:]]
+            found = cases[0] if all(cases) else None
+        if isinstance(step, ir.Call):
+            found = found or step.name
+        elif not _has_rule(step):
+            found = found or step.prim
+        named.update({out.id: found for out in step.outs if found and out.dtype != "bool"})
+    return name_of(program.results[0])
+
+
+def _has_rule(step: Op) -> bool:
+    if step.prim in LOOPS:
+        return step.prim in BOUNDED_LOOPS
+    floats = all(not jnp.issubdtype(jnp.dtype(a.dtype), jnp.complexfloating) for a in (*step.inputs, step.out))
+    known = step.prim in RULES or step.prim in COMPARISONS or step.prim in LOGIC
+    return floats and (known or step.out.linear is not None)
+
+
+def only_adds(program: Program) -> bool:
+    """Whether the new score is the score plus a number that does not depend on the score, by sums alone."""
+    adding: dict[int, bool] = {ir.SCORE: True}
+    of_score = lambda a: "score" in axes_of(a)
+    adds = lambda a: isinstance(a, Val) and adding.get(a.id, False)
+    for step in program.steps:
+        if isinstance(step, Op) and step.prim in ("add", "sub"):
+            first, second = step.inputs
+            alone = of_score(first) != of_score(second)
+            adding[step.out.id] = alone and (adds(first) or (step.prim == "add" and adds(second)))
+    return adds(program.results[0])
