@@ -34,6 +34,16 @@ def failed_at(whole: types.TracebackType | None) -> types.TracebackType | None:
     return (own or found or [None])[-1]
 
 
+def up_to(whole: types.TracebackType | None, last: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the frames inside of `last`, such as those of numpy; the whole one for None."""
+    kept, inside = None, last is not None
+    for link in reversed(list(links(whole))):
+        inside = inside and link is not last
+        if not inside:
+            kept = types.TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept
+
+
 def _is_library(file: str) -> bool:
     return file.startswith(_NUMPY) or (file.startswith(_STANDARD) and "site-packages" not in file)
 

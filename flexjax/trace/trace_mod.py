@@ -37,7 +37,7 @@ from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.memo import Memo
 from flexjax.trace.reads import positions, reads_of
-from flexjax.trace.statement import advice, failed_at, traceback_of, where, where_made
+from flexjax.trace.statement import advice, failed_at, traceback_of, up_to, where, where_made
 from flexjax.trace.translation import Equation, Scope
 from flexjax.trace.values import scalar
 
@@ -308,7 +308,8 @@ def _trace(
         if (why := _why(error, link)) is None:
             add_note_once(error, f"In `{name}`, which is called with scalars, one position at a time.{where(link)}")
             raise
-        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(error.__traceback__)
+        shown = error.__traceback__ if shows_all_frames() else up_to(error.__traceback__, link)
+        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(shown)
         raise refused from (error if shows_all_frames() else None)
     traced = Traced(closed, split, mod)
     if len(closed.out_avals) != count or any(a.shape != () for a in closed.out_avals):

@@ -342,6 +342,16 @@ def test_a_traceback_is_the_call_and_the_statement() -> None:
     assert "    if q_idx >= kv_idx:  # noqa: SIM103" in lines
 
 
+def taken(s, b, h, q, k):
+    return s + np.take(Held.table, q)
+
+
+def test_frames_of_numpy_inside_of_the_statement_are_hidden() -> None:
+    error = raised(score_mod=taken)
+    assert len(lines_of(error)) <= 12
+    assert files_of(error) == {__file__}
+
+
 def test_a_traceback_inside_jit() -> None:
     with pytest.raises(ModError) as caught:
         jax.jit(lambda q: flexjax.flex_attention(q, q, q, mask_mod=causal))(Q)
