@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m bench --suite cpu|gpu|gpu-sweep|decode|order|mesh|step|maxtext [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
+`python -m bench --suite cpu|gpu|gpu-sweep|decode|order|mesh|step|maxtext|first-hour [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`
 times flexjax and its peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
@@ -9,6 +9,7 @@ import dataclasses
 import fnmatch
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from bench.measure import machine, measure_apart
 from bench.peers import PEERS
 from bench.suites import FA3, PASSES, SUITES, Workload
 
-ORDER, MESH, STEP, MAXTEXT = "order", "mesh", "step", "maxtext"
+ORDER, MESH, STEP, MAXTEXT, FIRST_HOUR = "order", "mesh", "step", "maxtext", "first-hour"
 ON_GPU = ("jax.nn", "tokamax", FA3, "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
@@ -35,7 +36,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     step and maxtext, which do not read it, those of cpu). `seconds`, `json` and `plot` are None if not given.
     """
     parser = argparse.ArgumentParser(prog="python -m bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP, MAXTEXT]), default="cpu")
+    parser.add_argument(
+        "--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP, MAXTEXT, FIRST_HOUR]), default="cpu"
+    )
     parser.add_argument("--only", default="*", help="shell patterns for the names of problems, by semicolons")
     offered = (
         f"comma-separated, of {', '.join(PEERS)}; gpu: {', '.join(ON_GPU)}; decode: {', '.join(decode_cases.PEERS)}"
@@ -50,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--together", action="store_true", help="gpu, decode: one peer compiles while another is measured"
     )
     parser.add_argument(
-        "--small", action="store_true", help="mesh, step, maxtext: short sequences, to try it without GPUs"
+        "--small", action="store_true", help="mesh, step, maxtext, first-hour: short sequences, to try it without GPUs"
     )
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
@@ -70,10 +73,18 @@ def main(argv: list[str] | None = None) -> int:
     argv   the arguments; None: those of the process
 
     The status of a cpu suite is 1 if a measurement failed or an error exceeds ALLOWED_ERROR, else 0; a skipped peer does not count. That
-    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step" and "maxtext" comes from the `main` of the
+    of a gpu or decode suite is that of `_on_gpu`; that of "order", "mesh", "step", "maxtext" and "first-hour" comes from the `main` of the
     suite, which prints its own tables and reads no --plot and no --json.
     """
     args = parse(argv)
+    if args.suite == FIRST_HOUR:
+        given = [
+            "--only",
+            args.only,
+            *(["--small"] if args.small else []),
+            *(["--json", args.json] if args.json else []),
+        ]
+        return subprocess.call([sys.executable, "-m", "lab", *given])  # a program of its own, in a room above this one
     if args.suite == ORDER:
         from bench import order
 

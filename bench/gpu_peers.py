@@ -72,10 +72,11 @@ def score_mod_of(problem: Workload, array: jax.Array | None) -> ScoreMod | None:
 
 
 def jax_nn(problem: Workload) -> Attention:
-    """cuDNN's attention through jax.nn.dot_product_attention, for workloads with a full, causal or window mask and no score mod; those of
+    """cuDNN's attention (on a TPU XLA's) through jax.nn.dot_product_attention, for workloads with a full, causal or window mask and no score mod; those of
     other workloads are ignored (`Workload.skipped` leaves such workloads out).
     """
-    options: dict[str, Any] = dict(implementation="cudnn", **_mask_arguments(problem))
+    implementation = "xla" if jax.default_backend() == "tpu" else "cudnn"
+    options: dict[str, Any] = dict(implementation=implementation, **_mask_arguments(problem))
     return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
 
 

@@ -1,4 +1,4 @@
-"""`python -m lab`: the first hour on a card that flexjax has not seen, in under ten minutes.
+"""`python -m lab`: the first hour on a GPU or TPU that flexjax has not seen, in under ten minutes.
 
 The stages run in this order. STAGES says by which part of the time each has to be done, so a stage also has what those before it left:
 
@@ -10,7 +10,7 @@ The stages run in this order. STAGES says by which part of the time each has to 
     tune        flexjax.autotune on a few workloads
 
 The report is written after each stage, as JSON and as Markdown, so that an interrupted run leaves one too: send both back. Every task runs
-in a process that is replaced when it dies or hangs. Without a GPU, `--small` runs all of it on a few tokens.
+in a process that is replaced when it dies or hangs. A TPU belongs to one process, so there they run one after the other. Without a GPU, `--small` runs all of it on a few tokens.
 
 Exit status: 1 if a number was wrong; 2 if none was, but a task of flexjax failed in another way; else 0. Refusals and what the time did
 not reach are no failures.
@@ -129,6 +129,10 @@ def families(found: Answer) -> list[Answer]:
     return list(first.values())
 
 
+def on_tpu(found: Answer) -> bool:
+    return found["facts"].get("platform") == "tpu"
+
+
 def peer_name(options: dict[str, typing.Any]) -> str:
     """The name of flexjax with options among the peers: "flexjax", or "flexjax instruction=mma"."""
     return " ".join(["flexjax", *(f"{n}={v}" for n, v in options.items())])
@@ -157,7 +161,7 @@ def numerics(run: Run, found: Answer, until: float) -> Answer:
         dtype = first_hour_cases.CASES[name].dtypes[0]
         arguments = dict(name=name, dtype=dtype, options={}, kernels=False, small=run.small)
         tasks.insert(0, dict(task="numerics", arguments=arguments))
-    workers = min(12, max(1, (os.cpu_count() or 2) - 1)) if not run.small else 1
+    workers = min(12, max(1, (os.cpu_count() or 2) - 1)) if not run.small and not on_tpu(found) else 1
     return dict(rows=_rows(tasks, run.all(tasks, until, workers, 90.0)))
 
 
@@ -202,10 +206,13 @@ def times(run: Run, found: Answer, until: float) -> Answer:
     problems = [p for n in names for p in SUITES[suite] if p.name == n]
     asked = [peer_name(f["options"]) for f in families(found)]
     ours = list(dict.fromkeys(["flexjax", *asked]))
-    peers = [*ours, "jax.nn"] if run.small else [*ours, *PEERS]
+    peers = [*ours, "jax.nn"] if run.small or on_tpu(found) else [*ours, *PEERS]
     if not run.processes:
         return dict(rows=[], peers=peers)
-    groups = [[device.REFERENCE, *peers]]  # together: compiling takes most of the time
+    everyone = [device.REFERENCE, *peers]
+    groups = (
+        [[peer] for peer in everyone] if on_tpu(found) else [everyone]
+    )  # together: compiling takes most of the time
     rows, facts = device.measure_all(suite, problems, peers, groups, until, lambda text: None)
     return dict(rows=rows, peers=peers, facts=facts)
 

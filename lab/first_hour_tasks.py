@@ -1,6 +1,6 @@
 """What a process of the first-hour suite does on the card: `TASKS`, by name. Each takes plain values and returns a dict for JSON.
 
-    facts       the card, the versions, and which GPU kernels take a plain call, with which options
+    facts       the card, the versions, and which kernels take a plain call, with which options
     numerics    a case of first_hour_cases.py against the float64 oracle, run twice for equal bits
     ceilings    a large matrix product and a large read: what any kernel can reach here
     sustained   a workload back to back for a second, with the SM clock meanwhile
@@ -28,7 +28,7 @@ import flexjax
 from bench import gpu_peers
 from bench.suites import SUITES, Workload
 from flexjax import masks
-from flexjax.types import KernelOptions
+from flexjax.types import Implementation, KernelOptions
 from lab import dense_oracle, first_hour_cases
 from lab.card import Card
 from lab.first_hour_cases import Case
@@ -36,14 +36,22 @@ from lab.first_hour_pool import MARK, Answer, Task
 
 Options = dict[str, typing.Any]
 """Fields of KernelOptions that differ from the default."""
-KERNELS = "mosaic_gpu"
-"""The backend with the GPU kernels."""
+
+
+def on_tpu() -> bool:
+    return jax.devices()[0].platform == "tpu"
+
+
+def kernels_here() -> typing.Literal["mosaic_gpu", "mosaic_tpu"]:
+    """The backend with the kernels of this device; those of GPUs where it is neither a GPU nor a TPU."""
+    return "mosaic_tpu" if on_tpu() else "mosaic_gpu"
+
 
 # ------------------------------------------------------------------- the card
 
 
 def facts() -> Answer:
-    """{"card": ..., "versions": ..., "families": ...}. Runs a matrix product first.
+    """{"card": ..., "versions": ..., "families": ..., "platform": that of jax}. Runs a matrix product first.
 
     card       text by name: the name of the card, its compute capability and, where jax or NVML says, driver, highest SM clock, power
                limit, SMs and memory
@@ -58,15 +66,16 @@ def facts() -> Answer:
     )
     versions |= {
         name: _version(name)
-        for name in ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "torch", "triton")
+        for name in ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "libtpu", "torch", "triton")
     }
     about = {"card": device.device_kind} | (card.facts() if card is not None else {})
     about["compute capability"] = str(getattr(device, "compute_capability", "none"))
     cores = getattr(device, "core_count", None)
-    about |= {"SMs": str(cores)} if cores else {}
+    about |= {"cores" if on_tpu() else "SMs": str(cores)} if cores else {}
     memory = (device.memory_stats() or {}).get("bytes_limit")
     about |= {"memory for jax": f"{memory / 2**30:.0f} GiB"} if memory else {}
-    return dict(card=about, versions={n: v for n, v in versions.items() if v}, families=families())
+    versions = {n: v for n, v in versions.items() if v}
+    return dict(card=about, versions=versions, families=families(), platform=device.platform)
 
 
 def _version(package: str) -> str | None:
@@ -80,13 +89,13 @@ def _version(package: str) -> str | None:
 
 
 def families() -> list[Answer]:
-    """Which ways to ask for GPU kernels this card takes for a plain call: causal, bfloat16, 4096 tokens. Nothing runs; `explain` says it.
+    """Which ways to ask for kernels this card takes for a plain call: causal, bfloat16, 4096 tokens. Nothing runs; `explain` says it.
 
     Returns a dict for each way: `options` (fields of KernelOptions), `verdict` ("ok", or the first line of the refusal, a
     NotImplementedError) and, only for "ok", `kernels`: what `flexjax.explain` says about tiles and the backward pass, in one line.
     Other errors are raised.
 
-    Tried are the default, options {}, each value of KernelOptions.instruction but None, and tcgen05 with pairs of CTAs.
+    Tried are the default, options {}, and on a GPU each value of KernelOptions.instruction but None, and tcgen05 with pairs of CTAs.
     """
     annotation = typing.get_type_hints(KernelOptions)["instruction"]
     named = [
@@ -96,8 +105,11 @@ def families() -> list[Answer]:
     shape = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
     tried: list[Options] = [{}, *(dict(instruction=name) for name in dict.fromkeys(named))]
     tried.append(dict(instruction="tcgen05", cta_pairs=True))
+    tried = tried[:1] if on_tpu() else tried
     for options in tried:
-        asked: typing.Any = dict(mask_mod=masks.causal, implementation=KERNELS, kernel_options=KernelOptions(**options))
+        asked: typing.Any = dict(
+            mask_mod=masks.causal, implementation=kernels_here(), kernel_options=KernelOptions(**options)
+        )
         try:
             text = flexjax.explain(shape, shape, shape, **asked)
         except NotImplementedError as refusal:
@@ -122,7 +134,7 @@ def numerics(name: str, dtype: str, options: Options, kernels: bool, small: bool
     name      in first_hour_cases.CASES
     dtype     of q, k and v
     options   fields of KernelOptions; the case's own are added, and win
-    kernels   whether the GPU kernels must run it; else whichever backend the default choice takes
+    kernels   whether the kernels must run it; else whichever backend the default choice takes
     small     whether the case is reduced for a CPU
 
     Returns verdict ("ok", "WRONG: what", "refused: why"); notes, the first lines of the fallback warnings; and, unless it is refused,
@@ -143,13 +155,14 @@ def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool
 
     case      that of `name`, already reduced if it is to be small
     options   fields of KernelOptions, those of the case included. Unless they say deterministic=False, two runs must have equal bits
-    kernels   whether the GPU kernels must run it; float32 is otherwise compared at TF32, XLA's default on a GPU
+    kernels   whether the kernels must run it; float32 is otherwise compared at what XLA multiplies it in
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        first, second = run_case(name, case, dtype, options, KERNELS if kernels else None)
+        first, second = run_case(name, case, dtype, options, kernels_here() if kernels else None)
     notes = sorted({_first_line(w.message) for w in warned if issubclass(w.category, flexjax.FallbackWarning)})  # pyright: ignore[reportArgumentType]
-    rounding = "tf32" if dtype == "float32" and not kernels else dtype  # XLA's default on a GPU
+    of_xla = "bfloat16" if on_tpu() else "tf32"  # how XLA multiplies float32 by default
+    rounding = of_xla if dtype == "float32" and not kernels else dtype
     want = dense_oracle.with_rounding(first_hour_cases.dense(name, case), rounding)
     ratio, wrong = dense_oracle.compare(first, want)
     fixed = options.get("deterministic", True)
@@ -159,7 +172,7 @@ def _compared(name: str, case: Case, dtype: str, options: Options, kernels: bool
 
 
 def run_case(
-    name: str, case: Case, dtype: str, options: Options, implementation: typing.Literal["mosaic_gpu"] | None
+    name: str, case: Case, dtype: str, options: Options, implementation: Implementation | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The results of two runs of a case: two dicts of float64 numpy arrays by the names of dense_oracle.Results, [B, heads, tokens, dim]
     in either layout: out, dq, dk, dv; lse [B, heads, tokens], dsinks and dlearned if the case has them.

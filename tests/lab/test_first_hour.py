@@ -241,6 +241,42 @@ def test_every_way_to_ask_for_kernels_is_tried():
     ]
 
 
+def test_a_tpu_is_asked_by_one_process_at_a_time(monkeypatch):
+    """And for its kernels, in one way."""
+    from lab import first_hour_tasks
+
+    seen = {}
+    monkeypatch.setattr(first_hour_tasks, "on_tpu", lambda: True)
+    monkeypatch.setattr(first_hour_tasks, "kernels_here", lambda: "mosaic_tpu")
+    monkeypatch.setattr(flexjax, "explain", lambda *a, **w: seen.update(w) or "  tiles: forward 1024 x 1024")
+    (family,) = first_hour_tasks.families()
+    assert (family["options"], seen["implementation"]) == ({}, "mosaic_tpu")
+    found = dict(facts=dict(platform="tpu", families=[family]))
+    run = first_hour.Run(False, "", True)
+    monkeypatch.setattr(
+        first_hour, "run_all", lambda tasks, workers, *a: seen.update(workers=workers) or [{}] * len(tasks)
+    )
+    first_hour.numerics(run, found, 0.0)
+    monkeypatch.setattr(
+        first_hour.device, "measure_all", lambda s, p, peers, groups, *a: seen.update(groups=groups) or ([], {})
+    )
+    first_hour.times(run, found, 0.0)
+    assert seen["workers"] == 1
+    assert seen["groups"] == [[first_hour.device.REFERENCE], ["flexjax"], ["jax.nn"]]
+    gpu = dict(facts=dict(platform="gpu", families=[family]))
+    first_hour.times(run, gpu, 0.0)
+    assert len(seen["groups"]) == 1
+
+
+def test_the_suite_of_the_benchmarks_is_the_same_program(monkeypatch):
+    from bench import __main__ as bench
+
+    asked = []
+    monkeypatch.setattr(bench.subprocess, "call", lambda words: asked.append(words) or 0)
+    assert bench.main(["--suite", "first-hour", "--small", "--only", "facts"]) == 0
+    assert asked == [[sys.executable, "-m", "lab", "--only", "facts", "--small"]]
+
+
 def test_options_in_the_name_of_a_peer():
     from bench import gpu_peers
 
