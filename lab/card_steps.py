@@ -32,6 +32,19 @@ STEPS: dict[str, tuple[float, float]] = {
     "Hopper wgmma causal d64 fused": (4199, 4199),  # alu 1124, fma 402, issue 1672, mufu 1024, shared 3400, tensor 2560
     "Hopper wgmma causal d128": (2996, 3392),  # alu 436, fma 282, issue 812, mufu 1056, shared 1824, tensor 2048
     "Hopper wgmma causal d128 fused": (3408, 3408),  # alu 660, fma 210, issue 1134, mufu 512, shared 3208, tensor 2560
+    "Hopper wgmma full d64 tangent": (3765, 3765),  # alu 428, fma 582, issue 1272, mufu 1024, shared 2176, tensor 2560
+    "Hopper wgmma full d128 tangent": (
+        3203,
+        3203,
+    ),  # of 128 x 64; alu 200, fma 312, issue 828, mufu 512, shared 2560, tensor 2560
+    "Hopper wgmma causal d64 tangent": (
+        3745,
+        4120,
+    ),  # alu 452, fma 556, issue 1274, mufu 1024, shared 2176, tensor 2560
+    "Hopper wgmma causal d128 tangent": (
+        3200,
+        3415,
+    ),  # of 128 x 64; alu 204, fma 308, issue 828, mufu 512, shared 2560, tensor 2560
     "B200 tcgen05 full d64": (
         2653,
         2653,

@@ -81,7 +81,7 @@ class Kernel(typing.NamedTuple):
 
 
 def _kernels(card: str, instruction: str | None) -> dict[str, Kernel]:
-    """The forward and backward kernels of full and causal attention at head dims 64 and 128, by name."""
+    """The forward and backward kernels, on Hopper also the tangent kernels, of full and causal attention at head dims 64 and 128, by name."""
     found = {}
     for mask in ("full", "causal"):
         for dim in (64, 128):
@@ -94,6 +94,8 @@ def _kernels(card: str, instruction: str | None) -> dict[str, Kernel]:
                 continue
             groups, queries = 3 if call == ("full", 64) else 2, 128 if dim == 64 else 64
             found[key] = Kernel(call, card, None, "flexjax_forward", groups, 128 * 2 * dim * 2)
+            # keys, values and their tangents, in tiles of 128 x 128 at d64 and 128 x 64 at d128
+            found[key + " tangent"] = Kernel(call, card, None, "flexjax_tangent", 2, 4 * 64 * 128 * 2)
             # Q and dO come in, dQ in float32 goes out
             found[key + " fused"] = Kernel(call, card, None, "flexjax_backward_fused", 2, queries * dim * (2 + 2 + 4))
     return found
@@ -121,7 +123,7 @@ for _card in ("Hopper", "A100", "L40S", "RTX 4090", "RTX 5090"):
 
 
 def compile_kernel(name: str) -> None:
-    """Compiles both passes of a kernel's call in this process; MOSAIC_GPU_DUMP_TO says where the SASS goes."""
+    """Compiles the passes of a kernel's call in this process; MOSAIC_GPU_DUMP_TO says where the SASS goes."""
     import jax
     import jax.numpy as jnp
 
@@ -136,10 +138,10 @@ def compile_kernel(name: str) -> None:
     words: typing.Any = dict(mask_mod=masks.causal) if mask == "causal" else {}
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> object:
-        """Output and gradients of the call."""
+        """Output, gradients and tangent of the call."""
         call = lambda *a: flexjax.flex_attention(*a, implementation="mosaic_gpu", kernel_options=options, **words)
         out, pull = jax.vjp(call, q, k, v)
-        return out, pull(d_out)
+        return out, pull(d_out), jax.jvp(call, (q, k, v), (d_out, d_out, d_out))[1]
 
     arrays = [jax.ShapeDtypeStruct((2, 8192, 2048 // dim, dim), jnp.bfloat16)] * 4
     if kernel.card == "Hopper":

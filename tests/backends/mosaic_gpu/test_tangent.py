@@ -180,6 +180,6 @@ def test_explain_says_which_kernel_runs() -> None:
     x, narrow = (jax.ShapeDtypeStruct((1, 256, 2, dim), jnp.bfloat16) for dim in (320, 64))
     text = flexjax.explain(x, x, x, device="h200")
     assert f"tangent (forward mode) on: xla\n  not mosaic_gpu: {sentence}" in text
-    for card, kernel in (("h200", "WGMMA 128 x 64"), ("a100", "mma.sync 128 x 64"), ("l4", "mma.sync 128 x 64")):
+    for card, kernel in (("h200", "WGMMA 128 x 128"), ("a100", "mma.sync 128 x 64"), ("l4", "mma.sync 128 x 64")):
         text = flexjax.explain(narrow, narrow, narrow, device=card)
         assert f"tangent (forward mode) on: mosaic_gpu, tangent by {kernel}" in text

@@ -49,6 +49,8 @@ CASES: dict[str, tuple[dict, Callable[[Arrays], dict]]] = {
     "relative table": (dict(dim=128, table=(2, 1024)), relative),
     "pair bias": (dict(dim=128, pair=(2, 256, 256)), pair),
     "soft cap": (dict(dim=128), cap),
+    "soft cap 64": (dict(dim=64), cap),
+    "relative table 64": (dict(dim=64, table=(2, 1024)), relative),
     "weights": (dict(dim=128), lambda a: dict(weights=lambda s, b, h, q, k: jax.nn.silu(s) / 16)),
 }
 

@@ -20,7 +20,7 @@ from flexjax.backends.mosaic_gpu.families.texts import no_tangent_tile, paired, 
 from flexjax.backends.mosaic_gpu.forward import hopper_three_groups
 from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
 from flexjax.backends.mosaic_gpu.machine.columns import ctas_of
-from flexjax.backends.mosaic_gpu.tangent.tiles import EVERYTHING, Moving, TangentTile, tangent_tiles
+from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, Moving, TangentTile, tangent_tiles
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
@@ -126,7 +126,7 @@ class Hopper:
         return None
 
     def describe_tangent(self, plan: KernelPlan) -> str:
-        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), EVERYTHING)[0]
+        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), TOKENS)[0]
         return f"tangent by WGMMA {tile.block_q} x {tile.block_kv}"
 
     def tangent_tiles(self, plan: KernelPlan, moving: Moving) -> tuple[TangentTile, ...]:

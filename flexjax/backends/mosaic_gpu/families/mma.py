@@ -20,7 +20,7 @@ from flexjax.backends.mosaic_gpu.forward.mma_tiles import MmaForwardTile
 from flexjax.backends.mosaic_gpu.forward.tcgen05_tiles import Tcgen05ForwardTile
 from flexjax.backends.mosaic_gpu.machine.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS, Card
-from flexjax.backends.mosaic_gpu.tangent.tiles import EVERYTHING, MmaTangentTile, Moving, mma_tangent_tiles
+from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, MmaTangentTile, Moving, mma_tangent_tiles
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results
@@ -124,7 +124,7 @@ class Mma:
         return None
 
     def describe_tangent(self, plan: KernelPlan) -> str:
-        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), EVERYTHING)[0]
+        tile = self.tangent_tiles(kernel_plan(plan, self, backward=True), TOKENS)[0]
         return f"tangent by mma.sync {tile.block_q} x {tile.block_kv}"
 
     def tangent_tiles(self, plan: KernelPlan, moving: Moving) -> tuple[MmaTangentTile, ...]:

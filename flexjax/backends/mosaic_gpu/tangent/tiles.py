@@ -29,14 +29,14 @@ class Moving(typing.NamedTuple):
         return self.query or self.key
 
 
-EVERYTHING = Moving(True, True, True, True)
+TOKENS = Moving(True, True, True, loads=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class TangentTile(ForwardTile):
     """One configuration of the kernel for Hopper."""
 
-    moving: Moving = EVERYTHING
+    moving: Moving = TOKENS
 
     @property
     def query_parts(self) -> int:
@@ -55,7 +55,7 @@ class TangentTile(ForwardTile):
 class MmaTangentTile(MmaForwardTile):
     """One configuration of the kernel on mma.sync."""
 
-    moving: Moving = EVERYTHING
+    moving: Moving = TOKENS
 
     @property
     def query_parts(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,7 +79,7 @@ def tangent_tiles(plan: KernelPlan, moving: Moving) -> tuple[TangentTile, ...]:
             persistent=False, dynamic_scheduler=True, parts=parts_of(plan), moving=moving,
         )
         for groups in (2, 1)
-        for keys in (64,)
+        for keys in ((128, 64) if max(dims) <= 64 and not moving.loads else (64,))
         for stages, value_stages, out_slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
     ]  # fmt: skip
     return tuple(tile for tile in made if tile.fits and _divides(plan, tile.block_q, tile.block_kv))
