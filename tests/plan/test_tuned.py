@@ -276,7 +276,7 @@ def test_results_and_compilations(cache: pathlib.Path) -> None:
     count = len(traces)
     step(*qkv())
     assert len(traces) == count
-    assert "block_q=64, block_kv=32" in flexjax.explain(*qkv())
+    assert "tiles: forward 64 x 32" in flexjax.explain(*qkv())
 
 
 # ------------------------------------------------------------------- the tables of the package
