@@ -97,8 +97,8 @@ class AuxRequest:
                  does not have
     expectations {name: f}: for each f(score, b, h, q_idx, kv_idx) -> number, on scalars, of the score after score_mod,
                  the sum over keys of p * f, or of the weight * f with `weights`; as lse. Dropout does not count, a sink
-                 counts in p, and a row without visible keys gives 0. Where the score is -inf, f does not count. Kernels
-                 take at most four (docs/expectations.md)
+                 counts in p, and a row without visible keys gives 0. Where the score is -inf, f does not count. The GPU
+                 kernels take at most four (docs/expectations.md)
 
     Example, the entropy of each row:
 

@@ -87,8 +87,8 @@ def own_document(c: Captures) -> Mod:
 
 
 @expectation
-def learned_sine(c: Captures) -> Mod:
-    return lambda s, b, h, q, k: c["gain"][h] * jnp.sin(s) + c["key_value"][k]
+def learned_gate(c: Captures) -> Mod:
+    return lambda s, b, h, q, k: c["gain"][h] * jnp.tanh(s) + c["key_value"][k]
 
 
 @expectation

@@ -56,7 +56,7 @@ CAPTURE_DIMS: dict[tuple[str, str], str] = {
     ("relative_bias", "bias"): "h -", ("bucket_bias", "table"): "- h", ("coordinate_distance", "strength"): "h",
     ("window_per_head", "window"): "h", ("causal_documents", "doc"): "b -", ("key_lengths", "length"): "b",
     ("both_lengths", "length"): "b", ("dilation_by_head", "dilation"): "h", ("sigmoid", "logit"): "h", ("decayed", "rate"): "h",
-    ("learned_sine", "gain"): "h", ("own_document", "doc"): "b -",
+    ("learned_gate", "gain"): "h", ("own_document", "doc"): "b -",
 }  # fmt: skip
 """The dimensions of captured arrays that a mod indexes with plain b or h: arrays under jit are split there."""
 

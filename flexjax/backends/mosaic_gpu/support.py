@@ -13,6 +13,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from flexjax.backends.base import WorkItems, rule_not_linear
+from flexjax.backends.mosaic_gpu.backward.hopper_tiles import splits_dkv
 from flexjax.backends.mosaic_gpu.families import choose_kernel, kernel_plans, texts
 from flexjax.backends.mosaic_gpu.families.choose_family import family_of, refuses_device
 from flexjax.backends.mosaic_gpu.families.family import Family
@@ -28,6 +29,7 @@ from flexjax.plan.rewrite import Steps
 from flexjax.rewrites import lengths_as_mask
 
 OLDEST_JAX = (0, 11, 0)
+MOST_EXPECTATIONS = 4  # a sum is two registers of a thread
 LARGEST_DIMS = {"query and key": 576, "value": 512}
 """The largest head dims that two CTAs share (machine/columns.py)."""
 LARGEST_BACKWARD_DIM = 512
@@ -49,8 +51,10 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); None: that of this process
     """
-    if plan.expectations:
-        return "The GPU kernels compute no expectations."
+    if plan.expectations > MOST_EXPECTATIONS:
+        return f"The GPU kernels compute at most {MOST_EXPECTATIONS} expectations, not {plan.expectations}."
+    if plan.expectations and plan.page and not choose_kernel.many_in_pages(plan):
+        return "The GPU kernels for few queries beside pages compute no expectations."
     family, device = family_of(target, plan.options), refuses_device(target, plan.options)
     version = version or jax.__version_info__[:3]
     if plan.page and not choose_kernel.many_in_pages(plan):
@@ -172,11 +176,11 @@ class MosaicGpu:
             return why
         if derivative is None:
             return None
-        if len(derivative.groups) > 1:
-            return "The GPU kernels compute no gradients of expectations."
         if derivative.takes_cotangent:
             return rule_not_linear("GPU")
         plan = kernel_plans.kernel_plan(plan, family_of(target, plan.options), backward=True)
+        if len(derivative.groups) > 1 and splits_dkv(plan):  # two warpgroups share the factors of dP
+            return "The GPU kernels for wide heads compute no gradients of expectations."
         reason = programs_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
@@ -191,6 +195,8 @@ class MosaicGpu:
     ) -> str | None:
         if plan.page:
             return "The GPU kernels have no forward mode for keys in pages."
+        if plan.expectations:
+            return "The GPU kernels have no forward mode of expectations."
         reason = refuses(plan, target)
         if reason is not None:
             return reason

@@ -41,10 +41,18 @@ MAY_SPILL = {
     "mesh_window": {"flexjax_backward_fused": 24},
     "interpolated": {"flexjax_capture_gradient": 20},
     "decayed_weights": {"flexjax_capture_gradient": 16},
+    "four_expectations": {"flexjax_capture_gradient": 8},
+    "expectations_of_weights": {
+        "flexjax_capture_gradient": 40,
+        "flexjax_backward_dkv": 360,
+        "flexjax_backward_dq": 92,
+    },
+    "expectations_bnth": {"flexjax_forward": 56, "flexjax_capture_gradient": 1016, "flexjax_backward_dq": 128},
 }
 """Case -> kernel -> bytes that a thread may spill: numbers that do not change in the loop of the fused kernel, as in
 test_backward_compiles.py. Those of mesh_window are written before the loop and read after it; those of interpolated are places of knots.
-Those of decayed_weights are of the hash of dropout beside the derivative of an exponential."""
+Those of decayed_weights are of the hash of dropout beside the derivative of an exponential; those of expectations of both selects on
+-inf of weights, and of that hash, beside two groups of derivatives."""
 
 
 def sampled() -> list[str]:

@@ -10,6 +10,10 @@ are
 (`KernelPlan.rounds_weights_alike`), the exponentials are relative to a `WeightReference`, which makes them the weights
 of the forward kernel up to a whole power of two, and g takes the rounded weights. Of a weighted plan mod is the weight
 itself, p = mod, and the cotangents have no factor p.
+
+Beside expectations (passes/expectations.py) the derivative program has a second group, fbar and its derivatives:
+
+    dS = p * d mod / d score * (dP - delta + fbar) + p * d fbar / d score        and so g
 """
 
 import typing
@@ -59,6 +63,9 @@ class Probabilities(typing.NamedTuple):
     rounded: jax.Array | None = None
     scale: jax.Array | None = None  # [rows], about 1 to 2, a factor of p and `rounded`; None: 1
     weighted: bool = False  # no slope is None then, and those of hidden entries are 0
+    value: jax.Array | None = None  # fbar, 0 where the mask is off; None without expectations
+    beside: jax.Array | None = None  # d fbar / d score, likewise; None: 0
+    load_beside: tuple[jax.Array | None, ...] = ()  # d fbar / d load; () without expectations
 
     def weights(self) -> jax.Array:
         """What multiplies V in the forward pass, not rounded: p times dropout; only where there is no `scale`."""
@@ -83,7 +90,7 @@ class Probabilities(typing.NamedTuple):
         """(dS, the cotangents of the values that each load read), for `loads_too`; dP and delta are `scaled`."""
         if self.rounded is None or factor is not self.p or self.dropout is not None:
             ds, shared = self.cotangent(factor, dp, delta), self.rounded is None and factor is self.p
-            same = shared and all(slope is None for slope in self.load_slopes)
+            same = shared and self.value is None and all(slope is None for slope in self.load_slopes)
             return ds, (ds,) * len(self.load_slopes) if same else self.load_cotangents(dp, delta)
         assert delta is not None  # both cotangents take one product with delta
         return self.p * dp - self.p * delta, self.load_cotangents(dp, delta)
@@ -91,7 +98,9 @@ class Probabilities(typing.NamedTuple):
     def load_cotangents(self, dp: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, ...]:
         """The cotangent of what each load read, divided by `scale` unless dP is `scaled`."""
         if self.rounded is None:
-            return tuple(self.cotangent(factor, dp, delta) for factor in self.load_factors())
+            beside = self.load_beside or (None,) * len(self.load_slopes)
+            made = (self._cotangent(factor, dp, delta) for factor in self.load_factors())
+            return tuple(map(self._plus, made, beside))
         loads = tuple(zip(self.load_slopes, self.load_finite, strict=True))
         assert delta is not None
         # its sum along a row is free of what rounding the weights does to delta (`KernelPlan.rounds_weights_alike`)
@@ -113,7 +122,14 @@ class Probabilities(typing.NamedTuple):
         return tile * slope if finite else jnp.where(self.p > 0.0, tile * slope, 0.0)
 
     def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
-        """factor * (dP - delta), dP without dropout; delta None: `dp` contains -delta already."""
-        if delta is None:
-            return factor * dp
-        return factor * ((dp if self.dropout is None else dp * self.dropout) - delta)
+        """dS from `factor()` and dP without dropout; delta None: `dp` contains -delta already."""
+        return self._plus(self._cotangent(factor, dp, delta), self.beside)
+
+    def _cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
+        """factor * (dP - delta + fbar)."""
+        if delta is not None:
+            dp = (dp if self.dropout is None else dp * self.dropout) - delta
+        return factor * (dp if self.value is None else dp + self.value)
+
+    def _plus(self, cotangent: jax.Array, beside: jax.Array | None) -> jax.Array:
+        return cotangent if beside is None else cotangent + self.p * beside

@@ -19,6 +19,7 @@ dozens.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class TileMath:
     @property
     def rounds_weights(self) -> bool:
         """Whether cotangents of loads take the weights that the forward pass rounded (`Probabilities.rounded`)."""
-        return bool(self.loads_only or self.loads_too) and self.plan.rounds_weights_alike
+        return bool(self.loads_only or self.loads_too) and self.plan.rounds_weights_alike and not self._beside
 
     def _is_one(self, result: int) -> bool:
         """Whether the derivative program's result number `result` is the constant 1; True without a program."""
@@ -119,10 +120,29 @@ class TileMath:
         return tuple(finite[2 + i] and not self.overhangs for i in (*self.loads_only, *self.loads_too))
 
     @property
+    def _beside(self) -> int | None:
+        """The number of the first result of the derivative program's second group; None without one."""
+        several = self.derivative is not None and len(self.derivative.groups) > 1
+        return 2 + len(self.derivative.gradients) if several and self.derivative is not None else None
+
+    @property
+    def beside_results(self) -> tuple[int | None, ...]:
+        """The program's results fbar, d fbar / d score and d fbar / d load for each load asked for; None where it is 0,
+        or not needed; () without expectations.
+        """
+        first = self._beside
+        if first is None or self.derivative is None:
+            return ()
+        results = self.derivative.results
+        nonzero = lambda n: None if isinstance(results[n], ir.Lit) and results[n].value == 0 else n
+        score = None if self.loads_only else nonzero(first + 1)
+        return (first, score, *(nonzero(first + 2 + i) for i in (*self.loads_only, *self.loads_too)))
+
+    @property
     def evaluated(self) -> tuple[int, ...]:
         """Numbers of the derivative program's results that a tile computes after the score."""
         slope = () if self.slope_is_one or self.loads_only else (1,)
-        return (*slope, *(n for n in self.load_results if n is not None))
+        return (*slope, *(n for n in (*self.load_results, *self.beside_results) if n is not None))
 
     def at_rows(self, b: Scalar, h: Scalar, row0: Scalar, captures: Captures[Ref]) -> "RowMath":
         """The tiles of head (b, h) from row `row0` on, with the scalars and row vectors of the mods computed."""
@@ -217,18 +237,32 @@ class ColumnMath:
             return self._weights(p, computed)
         p = self._zero_past_the_ends(self._masked_out(p))
         slopes = tuple(None if n is None else computed[n] for n in math.load_results)
+        # fbar may be NaN where p is 0
+        whole = (self.mask is None or self.masked is False) and not math.overhangs
+        kept = (lambda x: x) if whole else (lambda x: jnp.where(p > 0.0, x, 0.0))
         dropout = None if self.dropout is None else self.dropout_multiplier()
         rounded = None
         if reference is not None:
             rounded = bfloat16_tile(p if dropout is None else p * dropout)
-        return Probabilities(p, computed.get(1), dropout, slopes, math.loads_finite, rounded, scale)
+        made = Probabilities(p, computed.get(1), dropout, slopes, math.loads_finite, rounded, scale)
+        return self._with_beside(made, computed, kept)
+
+    def _with_beside(
+        self, made: Probabilities, computed: dict[int, jax.Array], kept: Callable[[jax.Array], jax.Array]
+    ) -> Probabilities:
+        """With fbar and its derivatives from what is `computed`, if there are expectations; `kept` hides entries."""
+        results = self.rows.math.beside_results
+        if not results:
+            return made
+        value, beside, *loads = (None if n is None else kept(computed[n]) for n in results)
+        return made._replace(value=value, beside=beside, load_beside=tuple(loads))
 
     def _weights(self, weights: jax.Array, computed: dict[int, jax.Array]) -> Probabilities:
         """The weights of a weighted plan and their derivatives `computed`, each 0 where the entry is hidden."""
         math = self.rows.math
         kept = lambda x: self._zero_past_the_ends(self._masked_out(x))
         slope = lambda n: kept(registers.splat(np.float32(1), "tile", math.shape) if n is None else computed[n])
-        return Probabilities(
+        made = Probabilities(
             p=kept(weights),
             slope=None if math.loads_only else slope(None if math.slope_is_one else 1),
             dropout=None if self.dropout is None else self.dropout_multiplier(),
@@ -236,6 +270,7 @@ class ColumnMath:
             load_finite=math.loads_finite,
             weighted=True,
         )
+        return self._with_beside(made, computed, kept)
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
         """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated`), each in the shape of the tile; of a

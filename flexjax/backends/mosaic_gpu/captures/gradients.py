@@ -103,8 +103,8 @@ def capture_gradients(
     ]
     captures = padded_captures(plan, bias, captures_of(operands))
     for load_number, load in enumerate(gradient_loads(derivative)):
-        total, slope = totals[load.capture], derivative.results[2 + load_number]
-        if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
+        total, slopes = totals[load.capture], [group[2 + load_number] for group in derivative.groups]
+        if total is None or all(isinstance(slope, ir.Lit) and slope.value == 0 for slope in slopes):
             continue
         one = _OneLoad(plan, operands, tokens, captures, derivative, load_number, bias, family)
         if _kernel_scatters(plan, load):
@@ -311,6 +311,8 @@ def _largest_total(
     of the head, times the largest dropout multiplier. Where scores may be too large to scale each p may be 1, as in a
     weighted plan, whose g have no p.
     """
+    if len(derivative.groups) > 1:  # the cotangents of expectations have no bound
+        return None
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))
     keep = 1.0

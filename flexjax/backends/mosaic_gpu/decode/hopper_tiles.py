@@ -230,6 +230,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
 
 def refuses_call(plan: KernelPlan) -> str | None:
     """Why no decode kernel can run a plan, whatever its tile; None where one can if a tile fits."""
+    if plan.expectations:
+        return "It computes no expectations."
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."

@@ -84,7 +84,7 @@ def launch_forward(
     outputs: ForwardOutputs[jax.Array] = launch(
         kernel,
         typing.cast(tuple, inputs),
-        ForwardOutputs(out, stats, max_scores, rounding),
+        ForwardOutputs(out, stats, max_scores, rounding, (stats,) * plan.expectations),
         scratch,
         name=name,
         programs=scheduler.programs,
@@ -127,4 +127,5 @@ def _results_from(plan: KernelPlan, outputs: ForwardOutputs[jax.Array]) -> Resul
         statistic(outputs.lse),
         None if outputs.max_scores is None else statistic(outputs.max_scores),
         None if outputs.rounding is None else cut(outputs.rounding),
+        jnp.stack([statistic(x) for x in outputs.expectations], -1) if outputs.expectations else None,
     )

@@ -49,6 +49,8 @@ class State(typing.NamedTuple):
     base: jax.Array
     # the sum of the exponentials relative to `base`: each thread sums its own columns until `finish`
     total: jax.Array
+    # like `total`, of the exponentials times each function whose expectation is asked for
+    sums: tuple[jax.Array, ...] = ()
 
 
 class Rescale(typing.NamedTuple):
@@ -70,6 +72,8 @@ class Softmax:
     polynomials: int = 0
     # references are whole powers of two, so that the backward pass can round its weights to these (tile_math.py)
     whole_powers: bool = False
+    # of which expectations are asked for
+    functions: int = 0
 
     # `step` reads `Scaled.tile` alone, which is the whole score
     takes_whole_scores: typing.ClassVar[bool] = False
@@ -83,7 +87,8 @@ class Softmax:
 
     @property
     def start(self) -> State:
-        return State(self._row_vector(self.first_reference), self._row_vector(0.0))
+        sums = tuple(self._row_vector(0.0) for _ in range(self.functions))
+        return State(self._row_vector(self.first_reference), self._row_vector(0.0), sums)
 
     @property
     def no_rescale(self) -> Rescale:
@@ -96,6 +101,16 @@ class Softmax:
         `scores.column_slope` multiplies only the column modulo PERIOD, because the tile contains the rest of the slope.
         """
         raise NotImplementedError
+
+    def sums_after(
+        self, p: jax.Array, values: tuple[jax.Array, ...], before: State, rescale: Rescale, masked: bool
+    ) -> tuple[jax.Array, ...]:
+        """`State.sums` after a step that gave `p`, of functions with `values`; `masked`: some entries may be hidden."""
+        terms = (p * x for x in values)
+        if masked:  # a function may be NaN where p is 0
+            terms = (jnp.where(p == f32(0), f32(0), term) for term in terms)
+        sums = (x * rescale.factor for x in before.sums) if self.rescales else before.sums
+        return tuple(x + thread_tiles.partial_row_sums(term) for x, term in zip(sums, terms, strict=True))
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
         """`out`, [rows, value dim], the sum of P V over the tiles before, relative to the reference after a tile."""
@@ -404,9 +419,11 @@ def softmax_of(
     score        the score program as the kernel evaluates it
     row_scaled   large scores have a scale for each row
     """
-    common: typing.Any = dict(shape=shape, polynomials=polynomials, whole_powers=whole_powers)
+    common: typing.Any = dict(
+        shape=shape, polynomials=polynomials, whole_powers=whole_powers, functions=plan.expectations
+    )
     if plan.weighted:
-        return PlainSums(shape, sums=plan.total)
+        return PlainSums(shape, sums=plan.total, functions=plan.expectations)
     if may_be_large(plan.score):
         kind = RowScaled if row_scaled else LargeScores
         return kind(**common, lazy_rescale=lazy_rescale, program=score)

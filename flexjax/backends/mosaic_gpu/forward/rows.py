@@ -22,7 +22,7 @@ from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, Softmax,
 from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.forward.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
-from flexjax.backends.mosaic_gpu.machine import registers
+from flexjax.backends.mosaic_gpu.machine import registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place, TileOrigin
@@ -132,7 +132,12 @@ class QueryRows(typing.Generic[AnyTile]):
 
         P is not yet divided by its sum, and times the dropout multiplier; the sum in the state is without dropout.
         """
-        p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
+        softmax, before = self.setup.softmax, state
+        scores = self._scores(s, n, step_tile, phase)
+        p, rescale, state = softmax.step(scores, before)
+        if softmax.functions:
+            masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
+            state = state._replace(sums=softmax.sums_after(p, scores.other_results, before, rescale, masked))
         if step_tile.programs.dropout is not None:
             p = p * step_tile.programs.dropout.tile(p)[0]
         return p, rescale, state
@@ -204,7 +209,7 @@ class QueryRows(typing.Generic[AnyTile]):
     def write_statistics(
         self, row_term: jax.Array | None, state: State, position: Position, q_start: Scalar
     ) -> jax.Array:
-        """Adds the sink to the rowsum, writes lse and, if wanted, row maxima, and returns the factor of out, [rows].
+        """Adds the sink to the rowsum, writes the statistics of rows, and returns the factor of out, [rows].
 
         Rows past the last query are written too. lse includes the sink, row maxima do not. A row without visible keys
         gets out 0; its lse is the sink, or -inf without sinks, and its maximum -inf. Of a weighted plan lse is the
@@ -225,8 +230,11 @@ class QueryRows(typing.Generic[AnyTile]):
         dead = total == f32(0)
         divisor = softmax.out_factor(total, dead)
         divisor = softmax.no_rescale.factor if divisor is None else divisor
-        for factor in (shrink, softmax.unit(state), self._uniform_factor()):  # `out` is not relative to `base`
+        for factor in (shrink, softmax.unit(state)):  # `out` and `sums` are not relative to `base`
             divisor = divisor if factor is None else divisor * factor
+        sums = tuple(thread_tiles.sum_lanes(x) * divisor for x in state.sums)
+        uniform = self._uniform_factor()
+        divisor = divisor if uniform is None else divisor * uniform
         lse = softmax.statistic(base, total, dead)
         rows = (b, h, pl.ds(q_start, tile.rows))
 
@@ -235,5 +243,7 @@ class QueryRows(typing.Generic[AnyTile]):
             outputs.lse[rows] = lse
             if outputs.max_scores is not None:
                 outputs.max_scores[rows] = softmax.to_score(top)
+            for target, value in zip(outputs.expectations, sums, strict=True):
+                target[rows] = value
 
         return divisor

@@ -41,6 +41,7 @@ class ForwardOutputs(typing.NamedTuple, typing.Generic[Part]):
     lse: Part  # [B, N, T''] float32
     max_scores: Part | None  # row maxima, like lse
     rounding: Part | None  # what rounding took from out, like out
+    expectations: tuple[Part, ...] = ()  # like lse
 
 
 @dataclasses.dataclass(frozen=True)

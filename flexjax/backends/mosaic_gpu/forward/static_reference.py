@@ -19,7 +19,7 @@ def static_reference(plan: KernelPlan) -> float | None:
     # float16 has too short an exponent for the probabilities.
     if plan.score is None or plan.max_scores or plan.float8 or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None
-    ((low, high),) = bounds(plan.score)
+    (low, high), *_ = bounds(plan.score)
     if not (high - low) / 2 * LOG2E <= MAX_DISTANCE:  # also where a bound is infinite or NaN
         return None
     middle = (low + high) / 2 * LOG2E

@@ -15,7 +15,8 @@ def scores_of(program: TileProgram | None, s: jax.Array, scale: float, whole: bo
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
     if whole:
-        return Scaled(program.tile(s, scale)[0], 1.0)
+        score, *others = program.tile(s, scale)
+        return Scaled(score, 1.0, other_results=tuple(others))
     # Terms that are cheaper to add to the exponent are fields beside the tile.
     scores = program.scaled_tile(s, scale, keep_column_slope=True)
     # The part of `column_slope` * c for c - c % PERIOD is added here; the softmax adds only that of c % PERIOD.
