@@ -19,6 +19,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.kept import arrays_of, in_bits, with_arrays
 from flexjax.call.arguments import Arguments
 from flexjax.call.checks import CheckedArrays
+from flexjax.call.expectations import functions_of
 from flexjax.errors import bad_argument
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable, Starts
@@ -81,6 +82,10 @@ def check_call(arguments: Arguments, sizes: tuple[int, int, int, int], dtype: st
     tolerance = check_tolerance(arguments.tolerance)
     if arguments.weights is not None:
         raise bad_argument("tolerance", "given beside weights", "None", "Its proof is of softmax alone.")
+    if functions_of(aux):
+        raise bad_argument(
+            "tolerance", "given beside expectations", "None", "Nothing bounds what was left out of them."
+        )
     if arguments.kernel_options is not None and arguments.kernel_options.invariant:
         raise bad_argument(
             "tolerance", "given beside kernel_options.invariant", "None",
@@ -107,6 +112,11 @@ def check_claim(claim: Claim, arguments: Arguments, inputs: CheckedArrays) -> No
     remake = "Make it with create_block_mask for this call, or pass tolerance= to flex_attention."
     if arguments.score_mod is None or arguments.weights is not None:
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)
+    if functions_of(arguments.return_aux):
+        raise bad_argument(
+            "return_aux.expectations", "given beside a block mask that was made with tolerance", "None",
+            "Nothing bounds what they lose.",
+        )  # fmt: skip
     traced = trace_score_mod(arguments.score_mod, claim.sizes)
     if traced.program != claim.score:
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)

@@ -219,6 +219,15 @@ def test_what_is_refused(name: str) -> None:
     assert str(error.value).startswith(text.format(repr(asked)) if callable(asked) else text)
 
 
+def test_nothing_is_left_out_of_them() -> None:
+    """`tolerance` bounds what out loses, and nothing else."""
+    words = dict(score_mod=lambda s, b, h, q, k: s - 5 * (q - k), mask_mod=masks.causal, tolerance=1e-3)
+    asked = AuxRequest(expectations={"score": lambda s, b, h, q, k: s})
+    text = r"^`tolerance` is given beside expectations; expected None\. Nothing bounds what they lose\."
+    with pytest.raises(ValueError, match=text):
+        flexjax.flex_attention(*inputs("float32"), return_aux=asked, **words)
+
+
 def test_float8_and_rules_that_are_not_linear() -> None:
     q, k, v = inputs("float32")
     asked = AuxRequest(expectations={"score": lambda s, b, h, q, k: s})
