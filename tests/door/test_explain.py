@@ -244,7 +244,9 @@ def test_a_paged_call() -> None:
     assert str(caught.value) == "explain() got unexpected arguments layout; it takes those of paged_attention."
     with pytest.raises(ValueError, match="expected a last dim of 128") as caught:
         flexjax.explain(jax.ShapeDtypeStruct((2, 1, 32, 64), jnp.float32), cache, table)
-    assert caught.value.__notes__[0].startswith("in explain(query=float32[2, 1, 32, 64], cache=int8[16, 64, 8, 128],")
+    assert caught.value.__notes__[0].startswith(
+        "in explain(query=float32[2, 1, 32, 64], cache=Quantized(int8[16, 64, 8, 128], float32[16, 8]),"
+    )
 
 
 def of_two_key_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
