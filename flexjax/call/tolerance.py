@@ -83,9 +83,7 @@ def check_call(arguments: Arguments, sizes: tuple[int, int, int, int], dtype: st
     if arguments.weights is not None:
         raise bad_argument("tolerance", "given beside weights", "None", "Its proof is of softmax alone.")
     if functions_of(aux):
-        raise bad_argument(
-            "tolerance", "given beside expectations", "None", "Nothing bounds what was left out of them."
-        )
+        raise bad_argument("tolerance", "given beside expectations", "None", "Nothing bounds what they lose.")
     if arguments.kernel_options is not None and arguments.kernel_options.invariant:
         raise bad_argument(
             "tolerance", "given beside kernel_options.invariant", "None",
