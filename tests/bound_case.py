@@ -97,6 +97,8 @@ class BoundCase:
         for name, ends in zip(("query_seq_lengths", "key_value_seq_lengths"), case.lengths, strict=True):
             if ends is not None:
                 options[name] = jnp.asarray(ends, jnp.int32)
+        if case.tolerance is not None:
+            options["tolerance"] = case.tolerance
         if case.sinks:
             options["sinks"] = inputs["sinks"]
         if case.dropout:

@@ -177,6 +177,9 @@ _TABLE = (
          lengths=((37, 36, 0, 1), (128, 129, 200, 0)), captures=(("bias", normal(4, 200)),)),
     Case("lengths_unblocked", (3, 2, 2, 129, 65, 16, 24), score="pair_bias", layout="BNTH", extra=(1, 8), scale=0.2,
          lengths=(None, (64, 1, 65)), captures=(("bias", normal(129, 65)),)),
+    # blocks that provably hold next to nothing
+    Case("skipped", (1, 2, 1, 257, 257, 16, 16), score="head_slope", mask="causal", block=Block(32),
+         tolerance=2.0**-30, captures=(("slope", values(0.5, 2.0, dtype="float32")),), dtypes=TWO),
     # sinks, dropout, extra features, losses on lse
     Case("sinks", (2, 4, 2, 37, 129, 16, 16), mask="causal", sinks=True, dtypes=TWO),
     Case("sinks_masked_rows", (1, 2, 2, 65, 65, 16, 16), mask="some_rows_off", sinks=True, score="softcap"),

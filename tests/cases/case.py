@@ -74,6 +74,7 @@ class Case:
     extra     (M', R): heads and width of the extra features; such rows name their scale
     loosen    factor on the float32 tolerance, with the reason in a comment at the row
     slow      left to the slow run
+    tolerance blocks that provably hold less are skipped; the oracle skips none
     """
 
     name: str
@@ -99,6 +100,7 @@ class Case:
     loosen: float = 1.0
     slow: bool = False
     lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    tolerance: float | None = None
 
     def inputs(self) -> dict[str, np.ndarray]:
         """q, k, v, loss weights w, u as [B, heads, length, ...] float32; sinks and extras where asked."""
