@@ -7,7 +7,13 @@ def value_at(value: int | Array, index: Array) -> int | Array:
     """`value[index]` of `[n]`, `value[0]` of `[1]`; `value` itself if it is an int or `[]`."""
     if isinstance(value, int) or value.ndim == 0:
         return value
-    return value[index] if value.shape[0] > 1 else value[0]
+    return _at(value, index)
+
+
+def _at(value: Array, index: Array) -> Array:
+    # a load even of one element: after value[0], which jax computes, each call outside of
+    # jit would trace the mod again (trace/memo.py)
+    return value[index] if value.shape[0] > 1 else value.at[index].get(mode="clip")
 
 
 def batched_value_at(values: Array, b: Array, index: Array, last_holds: bool = False) -> Array:
@@ -25,4 +31,4 @@ def head_value(value: float | Array, h: Array, score: Array) -> float | Array:
         return value
     if value.ndim == 0:
         return value.astype(score.dtype)
-    return (value[h] if value.shape[0] > 1 else value[0]).astype(score.dtype)
+    return _at(value, h).astype(score.dtype)

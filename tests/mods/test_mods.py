@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flexjax
 from flexjax import mods
 from flexjax.mod_tools.signatures import ScoreMod
 from tests.cases.small import quick_jit
@@ -542,3 +543,18 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
 def test_errors_say_everything(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         call()
+
+
+def test_an_array_of_one_element_is_not_traced_again(monkeypatch) -> None:
+    """Outside of jit a mod that is made anew in each call is traced once, also for one batch entry or one head."""
+    from flexjax.trace import trace_mod
+
+    traced, trace = [], trace_mod._trace
+    monkeypatch.setattr(trace_mod, "_trace", lambda name, *rest: traced.append(name) or trace(name, *rest))
+    x = jnp.ones((1, 8, 1, 8))
+    for length in (3, 4, 5):
+        out = flexjax.flex_attention(
+            x, x, x, score_mod=mods.alibi(1), mask_mod=flexjax.masks.padding(jnp.asarray([length]))
+        )
+        assert jnp.allclose(out, 1.0)
+    assert len(traced) <= 2
