@@ -11,8 +11,7 @@ def value_at(value: int | Array, index: Array) -> int | Array:
 
 
 def _at(value: Array, index: Array) -> Array:
-    # a load even of one element: after value[0], which jax computes, each call outside of
-    # jit would trace the mod again (trace/memo.py)
+    # a load even of one element: jax computes value[0], and the memo of traces does not know the result
     return value[index] if value.shape[0] > 1 else value.at[index].get(mode="clip")
 
 
