@@ -38,6 +38,12 @@ def test_rows_of_several_splits(way: str) -> None:
     assert differences(Problem(T=4500, N=2, M=1, score=""), way) == 0
 
 
+@pytest.mark.slow
+def test_subnormal_outputs_do_not_follow_gradients() -> None:
+    p = Problem(T=301, D=8, dtype="float16", score="alibi", mask="prefix", seed=60)
+    assert differences(p, "captured gradients") == 0
+
+
 PROBLEMS = st.builds(
     Problem,
     T=st.integers(1, 420),

@@ -64,7 +64,9 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
 
     out, lse, top = map(arranged, bar(found))
     results = existing_results(Results(out, lse, top if plan.max_scores else None), operands.lengths, plan)
-    out, rounding = tile_math.out_and_rounding(results.out, plan)
+    # a cast in both cases: XLA's reduce_precision makes subnormal numbers of float16 0
+    out = bar(results.out.astype(plan.out_dtype))
+    rounding = (results.out - out.astype(call.compute)).astype(out.dtype) if plan.returns_rounding else None
     return results._replace(out=out, rounding=rounding)
 
 
