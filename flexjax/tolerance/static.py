@@ -6,7 +6,7 @@ from flexjax.analysis.interval_rules import RULES
 from flexjax.analysis.interval_truth import COMPARISONS, LOGIC
 from flexjax.ir import program as ir
 from flexjax.ir.operations import LOOPS
-from flexjax.ir.program import Atom, Lit, Op, Program, Val, axes_of
+from flexjax.ir.program import Atom, Lit, Op, Program
 
 BOUNDED_LOOPS = frozenset({"loop_index", "loop_add", "loop_max", "loop_min", "loop_and", "loop_or"})
 
@@ -59,16 +59,3 @@ def _has_rule(step: Op) -> bool:
     floats = all(not jnp.issubdtype(jnp.dtype(a.dtype), jnp.complexfloating) for a in (*step.inputs, step.out))
     known = step.prim in RULES or step.prim in COMPARISONS or step.prim in LOGIC
     return floats and (known or step.out.linear is not None)
-
-
-def only_adds(program: Program) -> bool:
-    """Whether the new score is the score plus a number that does not depend on the score, by sums alone."""
-    adding: dict[int, bool] = {ir.SCORE: True}
-    of_score = lambda a: "score" in axes_of(a)
-    adds = lambda a: isinstance(a, Val) and adding.get(a.id, False)
-    for step in program.steps:
-        if isinstance(step, Op) and step.prim in ("add", "sub"):
-            first, second = step.inputs
-            alone = of_score(first) != of_score(second)
-            adding[step.out.id] = alone and (adds(first) or (step.prim == "add" and adds(second)))
-    return adds(program.results[0])
