@@ -108,6 +108,15 @@ def test_it_is_attention_on_gathered_keys(name: str) -> None:
     assert_same(got, definition(q, cache, table, return_aux=ALL, **call))
 
 
+def test_expectations_count_positions_in_the_request() -> None:
+    functions = {"distance": lambda s, b, h, q, kv: q - kv, "score": lambda s, b, h, q, kv: s + 0.1 * b}
+    asked = dataclasses.replace(ALL, expectations=functions)
+    cache, table = served(LENGTHS, 8)
+    q = draw(100, len(LENGTHS), 3, N, D)
+    got = quick_jit(lambda *x: flexjax.paged_attention(*x, return_aux=asked))(q, cache, table)
+    assert_same(got, definition(q, cache, table, return_aux=asked), 6e-6)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 1, 17], pytest.param([0, 0, 0, 2], marks=pytest.mark.slow)])
 def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
     """Mods see the request; padding is 0 and -inf; block_q cuts other tiles."""

@@ -68,16 +68,20 @@ def window(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return (q >= kv) & ((q - kv < 11 + b) | (kv < 2))
 
 
+ASKED = {"distance": lambda s, b, h, q, kv: q - kv, "score": lambda s, b, h, q, kv: s}
+"""Of positions in the request, over the parts of a prefix that is read once."""
+
 # fmt: off
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {  # ragged, arguments
     "causal": (False, {}),
     "mods_and_sinks": (False, dict(score_mod=bias, mask_mod=window, sinks=draw(7, N))),
     "ragged_no_mask": (True, dict(score_mod=bias, mask_mod=None, kernel_options=KernelOptions(block_q=2))),
+    "expectations": (True, dict(score_mod=bias, return_aux=AuxRequest(lse=True, expectations=ASKED))),
 }
 # fmt: on
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, ["mods_and_sinks"]))
+@pytest.mark.parametrize("name", some_slow(CASES, ["mods_and_sinks", "expectations"]))
 def test_it_is_the_call_without_sharing(name: str) -> None:
     """With NaN in free pages, past the ends and in queries that do not exist. A prefix ends inside a page; request 3 has fewer
     tokens than its group shares.
@@ -92,7 +96,8 @@ def test_it_is_the_call_without_sharing(name: str) -> None:
     if ragged:
         q = jnp.concatenate([q[r, :c] for r, c in enumerate(COUNTS)] + [jnp.full((2, N, D), jnp.nan)])
         rows = dict(cu_q_lens=jnp.asarray(np.cumsum([0, *COUNTS]), jnp.int32))
-    attend = lambda shared: flexjax.paged_attention(q, cache, table, shared=shared, return_aux=ALL, **rows, **call)
+    rows = {"return_aux": ALL} | rows | call
+    attend = lambda shared: flexjax.paged_attention(q, cache, table, shared=shared, **rows)
     got, want = quick_jit(attend)(shared), quick_jit(attend)(None)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6), got, want)
 
