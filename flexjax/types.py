@@ -99,14 +99,14 @@ class AuxRequest:
                  the sum over keys of p * f, or of the weight * f with `weights`; as lse. Dropout does not count, a sink
                  counts in p, and a row without visible keys gives 0. Where the score is -inf, f does not count. The GPU
                  kernels take at most four (docs/expectations.md)
+    lost         of a call with `tolerance`: a proven bound of the probabilities that were left out of a row, float32 in
+                 the shape of lse, without a gradient; it costs nothing
 
     Example, the entropy of each row:
 
         asked = AuxRequest(lse=True, expectations={"score": lambda s, b, h, q, k: s})
         out, aux = flex_attention(q, k, v, return_aux=asked)
         entropy = aux.lse - aux.expectations["score"]
-    lost         of a call with `tolerance`: a proven bound of the probabilities that were left out of a row, float32 in
-                 the shape of lse, without a gradient; it costs nothing
     """
 
     lse: bool = False
@@ -122,6 +122,12 @@ class AuxRequest:
             raise bad_argument(
                 "return_aux.expectations", repr(given), "a dict from names to functions, or None", 'Pass {"name": f}.'
             )
+
+    def __repr__(self) -> str:
+        """What is asked for; of expectations the names."""
+        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        named = {name: list(x) if isinstance(x, Mapping) else x for name, x in asked.items() if x}
+        return f"AuxRequest({', '.join(f'{name}={x}' for name, x in named.items())})"
 
 
 class AuxOutput(typing.NamedTuple):

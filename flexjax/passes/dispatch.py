@@ -137,12 +137,14 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
             why = _refuses(backend(name), float8.in_16_bits(plan), None)
         if why is None:
             return None if name in PLATFORMS else name
-        refusals.append((name, why + _no_device(name)))
+        refusals.append((name, why + _no_device(name, plan)))
     raise _none_accepts(refusals)
 
 
-def _no_device(name: str) -> str:
+def _no_device(name: str, plan: KernelPlan) -> str:
     """A sentence, with a space before it, for the kernels `name` where the default device is of another platform."""
+    if plan.options.interpret:
+        return ""
     here, (platform, hardware) = targets.default().platform, PLATFORMS.get(name, ("", ""))
     return f" {name} runs on {hardware}; the default device is a {here}." if platform not in ("", here) else ""
 

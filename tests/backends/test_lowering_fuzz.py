@@ -120,7 +120,8 @@ def test_only_a_refusal_of_the_backend_counts_as_refused(monkeypatch: pytest.Mon
     given = call("s + bias[h, i, j]", bias=(4, 256, 256), dtype="float16")
     outcome, why = lowering_fuzz.lower(given, TARGETS["tpu"])
     assert (outcome, why) == (
-        "call refused", "mosaic_tpu: mosaic_tpu computes float32 and bfloat16; query, key and value are float16.",
+        "call refused", "mosaic_tpu: mosaic_tpu computes float32 and bfloat16; query, key and value are float16. mosaic_tpu "
+        "runs on a TPU; the default device is a cpu.",
     )  # fmt: skip
 
     def from_pallas(*given: object, **options: object) -> None:

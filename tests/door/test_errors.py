@@ -308,7 +308,7 @@ def test_the_note_shows_the_whole_call() -> None:
         "block_mask=BlockMask(1, 1, 6, 10), scale=0.5, sinks=float32[2], "
         "dropout=Dropout(0.5, key<fry>[]), "
         "query_extra=float32[2, 6, 4, 3], key_extra=float32[2, 10, 1, 3], "
-        "return_aux=AuxRequest(lse=True, max_scores=False, total=False))"
+        "return_aux=AuxRequest(lse=True))"
     ]
 
 
