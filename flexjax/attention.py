@@ -104,8 +104,8 @@ def flex_attention(
                  -log1p(-tolerance). Gradients are those of the attention over the blocks that stay: against the whole
                  they are off absolutely, not relatively, and an element of a captured array that every row leaves out
                  gets 0. What score_mod sets to -inf is skipped at 0 too. None: nothing is skipped (docs/tolerance.md)
-    score_bound  beside `tolerance`, a bound of |scale * query . key| that you know, a number or an array of up to four
-                 dims [B, N, query blocks, key blocks], each of them or 1. A wrong one gives a wrong result;
+    score_bound  beside `tolerance`, a bound of |scale * query . key|, extra features included: a number, or an array of
+                 up to four dims [B, N, query blocks, key blocks], each of them or 1. A wrong one gives a wrong result;
                  implementation="reference" checks it
     precision    how exactly float32 is multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision),
                  "default", "high", "highest", a jax.lax.Precision or DotAlgorithmPreset (docs/performance.md)

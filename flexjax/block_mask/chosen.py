@@ -145,19 +145,32 @@ def _bits(chosen: Array, q_len: int, columns: int, block_q: int) -> tuple[Array,
     words           int32 [B, H, T, words]: bit k of word w is key block 32 w + k
     union, shared   uint32 [B, H, q_blocks, words]: the blocks that one query of a query block chose, that all chose
     """
+    chosen = chosen if chosen.dtype.itemsize >= 4 else chosen.astype(jnp.int32)  # which may hold no number of blocks
     place = jnp.where((chosen >= 0) & (chosen < columns), chosen, -1).astype(jnp.int32)[..., None, :]
     here = place // WORD == jnp.arange(max(1, cdiv(columns, WORD)), dtype=jnp.int32)[:, None]
     bit = jnp.where(here, jnp.uint32(1) << (place % WORD).astype(jnp.uint32), jnp.uint32(0))
-    words = jnp.bitwise_or.reduce(bit, axis=-1)
+    words = _joined(jnp.bitwise_or, bit, 4, 0)
     rows = jnp.repeat(words, q_len // max(1, words.shape[2]), axis=2)
     past = cdiv(q_len, block_q) * block_q - q_len
 
-    def of_blocks(join: Callable[..., Array], unit: int) -> Array:
+    def of_blocks(join: Callable[[Array, Array], Array], unit: int) -> Array:
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, past), (0, 0)), constant_values=jnp.uint32(unit))
-        return join(padded.reshape(*rows.shape[:2], -1, block_q, rows.shape[-1]), axis=3)
+        return _joined(join, padded.reshape(*rows.shape[:2], -1, block_q, rows.shape[-1]), 3, unit)
 
-    union, shared = of_blocks(jnp.bitwise_or.reduce, 0), of_blocks(jnp.bitwise_and.reduce, 0xFFFFFFFF)
+    union, shared = of_blocks(jnp.bitwise_or, 0), of_blocks(jnp.bitwise_and, 0xFFFFFFFF)
     return jax.lax.bitcast_convert_type(words, jnp.int32), union, shared
+
+
+def _joined(join: Callable[[Array, Array], Array], x: Array, axis: int, unit: int) -> Array:
+    """The elements along an axis of bits joined, by halves: XLA has no reduction by bits over devices."""
+    if x.shape[axis] == 0:
+        return jnp.full(np.delete(x.shape, axis), unit, x.dtype)
+    while (n := x.shape[axis]) > 1:
+        half = n // 2
+        first, second = (jax.lax.slice_in_dim(x, at, at + half, axis=axis) for at in (0, half))
+        rest = jax.lax.slice_in_dim(x, 2 * half, n, axis=axis)
+        x = jnp.concatenate([join(first, second), rest], axis) if n % 2 else join(first, second)
+    return jnp.squeeze(x, axis)
 
 
 def _merged(bits: Array, columns: int, merged: int, join: Callable[..., Array]) -> Array:

@@ -190,7 +190,7 @@ def skipped(
         score_captures=tuple(map(fixed, score.arrays)),
         mask_captures=() if block_mask is None else tuple(map(fixed, block_mask.captures)),
         flags=_flags(block_mask),
-        bound=bound,
+        bound=_of_products(bound, arguments.scale),
         # with a sink a row may lose all its keys, and so its largest score
         sinks=None if inputs.sinks is None or tops else fixed(inputs.sinks),
         lengths=(None, None) if lengths is None else (lengths.query, lengths.key),
@@ -212,6 +212,13 @@ def skipped(
     if made.origin is None and origin is not None:
         made = dataclasses.replace(made, origin=origin)
     return Skipped(BlockMask.of(made), _in_layout(found[-1], arguments), spec=spec, given=asked, **kinds)
+
+
+def _of_products(bound: Array | None, scale: object) -> Array | None:
+    """The bound of the program's first argument, which a scale in an array multiplies in the program itself."""
+    if bound is None or not isinstance(scale, Array):
+        return bound
+    return bound / jnp.abs(jax.lax.stop_gradient(scale)).astype(bound.dtype) * (1 + 2.0**-22)
 
 
 def _in_layout(x: Array, arguments: Arguments) -> Array:

@@ -198,10 +198,11 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
     known = reach_of(arguments.origin, None, counts)
     weights = check_weights(arguments.weights, arguments.sinks, arguments.return_aux, rows.inputs.dtype)
     function = None if weights is None else weights.function
-    for name, mod in (("score_mod", arguments.score_mod), ("weights", function), ("mask_mod", arguments.mask_mod)):
-        check_sizes(
-            name, mod, Reach((*known.counts[:2], None, None), known.exact)
-        )  # how long requests are is not known
+    given = {"score_mod": arguments.score_mod, "weights": function, "mask_mod": arguments.mask_mod}
+    given |= {f"return_aux.expectations[{n!r}]": f for n, f in functions_of(arguments.return_aux).items()}
+    for name, mod in given.items():
+        # how long requests are is not known
+        check_sizes(name, mod, Reach((*known.counts[:2], None, None), known.exact))
     asked = options.block_q
     if cu_q_lens is not None or arguments.shared is not None:
         options = dataclasses.replace(

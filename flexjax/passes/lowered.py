@@ -4,6 +4,7 @@ Lowering a kernel takes about a second, whatever it is lowered for, and most pro
 common: a step of training and one of evaluation, the forward pass alone and with its gradient.
 """
 
+import importlib
 import typing
 from collections.abc import Callable, Hashable, Sequence
 
@@ -19,8 +20,11 @@ Array = jax.Array
 MOST = 128  # passes that are kept, at some hundred kilobytes
 KERNELS = ("mosaic_gpu_v2", "mosaic_gpu", "tpu_custom_call")
 _CHECKS = tuple(export.DisabledSafetyCheck.custom_call(name) for name in KERNELS)
-# settings of jax, beyond those of the plan, on which what is lowered depends
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl")
+# jax keeps these two to itself: all settings and contexts on which a trace depends (compute_on, set_xla_metadata, x64,
+# ..), and that a module is lowered for this process alone. A jax without them has every pass inlined
+_CONFIG = importlib.import_module("jax._src.config")
+_trace_context = getattr(_CONFIG, "trace_context", None)
+_for_this_process = getattr(_CONFIG, "export_ignore_forward_compatibility", None)
 
 _lowered: Memo[export.Exported] = Memo(MOST)
 
@@ -31,7 +35,9 @@ def fits(ctx: mlir.LoweringRuleContext) -> bool:
     where = module.axis_context
     sizes = (n for aval in ctx.avals_in for n in typing.cast(core.ShapedArray, aval).shape)
     return (
-        len(module.platforms) == 1
+        _trace_context is not None
+        and _for_this_process is not None
+        and len(module.platforms) == 1
         and isinstance(where, mlir.ShardingContext)
         and where.num_devices == 1
         and not module.lowering_parameters.for_export
@@ -46,12 +52,14 @@ def as_call(
 
     key   what the module depends on, beside the avals, the platform, measured tiles and jax's settings
     """
+    assert _trace_context is not None
+    assert _for_this_process is not None
     types = tuple((aval.shape, aval.dtype.name) for aval in avals)
-    settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
-    key = (key, types, platform, tuned.state(), settings)
+    key = (key, types, platform, tuned.state(), _trace_context())
     found = _lowered.get(key)
     if found is None:
-        found = export.export(jax.jit(function), platforms=[platform], disabled_checks=_CHECKS)(*avals)
+        with _for_this_process(True):
+            found = export.export(jax.jit(function), platforms=[platform], disabled_checks=_CHECKS)(*avals)
         _lowered.put(key, found)
     return typing.cast(Callable[..., Sequence[Array]], found.call)
 

@@ -24,7 +24,7 @@ from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BackwardInputs, BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Results
 from flexjax.plan.lengths import existing_results, where_exists
 from flexjax.plan.rewrite import Rewrite
-from flexjax.rewrites.mask_blocks import classes_of_plan, program_of_types
+from flexjax.rewrites.mask_blocks import Captured, classes_of_plan, program_of_types
 from flexjax.types import MaskMod
 
 Array = jax.Array
@@ -98,7 +98,7 @@ def _operands(plan: KernelPlan, made: KernelPlan, operands: Operands) -> Operand
     starts = (0, 0) if operands.origin is None else (x[:, 0] for x in operands.origin)
     ends = [start + length for start, length in zip(starts, lengths, strict=True) if length is not None]
     given = (*operands.mask_captures, *ends)
-    captures = tuple(given[n] for n in _program(plan.mask, _sizes(plan), plan.batch, plan.lengths)[1])
+    captures = _program(plan.mask, _sizes(plan), plan.batch, plan.lengths)[1](given)
     kept = lengths._replace(query=None) if made.lengths[1] else None
     return operands._replace(mask_captures=captures, lists=BlockLists(*arrays), lengths=kept)
 
@@ -163,12 +163,10 @@ def _sizes(plan: KernelPlan) -> Sizes:
 
 
 @functools.lru_cache(maxsize=512)
-def _program(
-    program: Program | None, sizes: Sizes, batch: int, lengths: tuple[bool, bool]
-) -> tuple[Program, tuple[int, ...]]:
-    """(the mask program that also hides what lies past the lengths, which arrays it captures).
+def _program(program: Program | None, sizes: Sizes, batch: int, lengths: tuple[bool, bool]) -> tuple[Program, Captured]:
+    """(the mask program that also hides what lies past the lengths, what it captures).
 
-    The arrays are indices into (*captured arrays of `program`, *ends of the lengths that there are, queries first).
+    That is a function of (*captured arrays of `program`, *ends of the lengths that there are, queries first).
     """
     given = () if program is None else program.captures
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given]

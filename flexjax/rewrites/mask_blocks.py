@@ -28,6 +28,8 @@ from flexjax.trace.trace_mod import trace_mask_mod
 from flexjax.types import MaskMod
 
 Array = jax.Array
+Captured = Callable[[Sequence[Array]], tuple[Array, ...]]
+"""What a program captures, of the arrays from which its function was made."""
 
 
 def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
@@ -64,7 +66,7 @@ def _operands(plan: KernelPlan, made: KernelPlan, operands: Operands) -> Operand
     captures = operands.mask_captures
     if old.from_user_lists:
         given = (jnp.asarray(classes, jnp.int32), *captures)
-        captures = tuple(given[n] for n in _program_with_lists(plan)[1])
+        captures = _program_with_lists(plan)[1](given)
     sizes = (old.block_q, old.block_kv), (new.block_q, new.block_kv)
     low, high = _extremes(classes, (plan.q_len, plan.kv_len), *sizes)
     arrays: list[Array | None] = []
@@ -147,8 +149,8 @@ def classes_of_plan(plan: KernelPlan, lists: BlockLists) -> Array:
 # ------------------------------------------------------------------- masks from the user's lists
 
 
-def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
-    """(mask that looks up the class of an entry's old block, indices of its arrays in (classes, *captures))."""
+def _program_with_lists(plan: KernelPlan) -> tuple[Program, Captured]:
+    """(mask that looks up the class of an entry's old block, what it captures of (classes, *captures))."""
     assert plan.blocks is not None
     sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
     return _traced(plan.mask, sizes, dataclasses.astuple(plan.blocks)[:4])
@@ -157,7 +159,7 @@ def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
 @functools.lru_cache(maxsize=512)
 def _traced(
     program: Program | None, sizes: tuple[int, int, int, int], blocks: tuple[int, int, int, int]
-) -> tuple[Program, tuple[int, ...]]:
+) -> tuple[Program, Captured]:
     """`_program_with_lists`, cached by what it depends on; `blocks` is (batch, heads, block_q, block_kv)."""
     batch, heads, block_q, block_kv = blocks
     shape = (batch, heads, cdiv(sizes[2], block_q), cdiv(sizes[3], block_kv))
@@ -185,14 +187,19 @@ def program_of_types(
     types: Sequence[jax.ShapeDtypeStruct],
     mask_of: Callable[[Sequence[Array]], MaskMod],
     sizes: tuple[int, int, int, int],
-) -> tuple[Program, tuple[int, ...]]:
-    """The program of a mask function of arrays of these types, and the indices of those that it captures."""
-    found: list[tuple[Program, tuple[int, ...]]] = []
+) -> tuple[Program, Captured]:
+    """The program of a mask function of arrays of these types, and what it captures, as a function of them."""
+    found: list[tuple[Program, Captured]] = []
+
+    def captured(places: tuple[int | None, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        if None in places:  # of captured scalars jax computes what is no position's before the function is traced
+            return tuple(trace_mask_mod(mask_of(arrays), sizes).arrays)
+        return tuple(arrays[n] for n in places if n is not None)
 
     def trace(arrays: Sequence[Array]) -> None:
         traced = trace_mask_mod(mask_of(arrays), sizes)
         places = {id(a): n for n, a in enumerate(arrays)}
-        found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
+        found.append((traced.program, functools.partial(captured, tuple(places.get(id(a)) for a in traced.arrays))))
 
     # Traced without a mesh, so that calls on every mesh share the program.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):

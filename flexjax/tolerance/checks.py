@@ -32,16 +32,16 @@ def check_bound(bound: object, shape: Sequence[int]) -> Array | None:
     if bound is None:
         return None
     number = isinstance(bound, int | float | np.number) and not isinstance(bound, bool)
-    array: typing.Any = np.asarray(bound, np.float32) if number else bound
+    array: typing.Any = np.asarray(bound) if number else bound
     if isinstance(array, Array | np.ndarray) and array.ndim <= 4:
         dims = (*array.shape, *[1] * (4 - array.ndim))
         real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
         bad = not isinstance(array, Tracer) and not (np.asarray(array) >= 0).all()
         if real and not bad and all(n in (1, most) for n, most in zip(dims, shape, strict=True)):
             if isinstance(array, Tracer):
-                return jnp.abs(jax.lax.stop_gradient(array).astype(jnp.float32)).reshape(dims)
+                return _rounded_up(jnp.abs(jax.lax.stop_gradient(array))).reshape(dims)
             with jax.ensure_compile_time_eval():  # a number stays known inside jit
-                return jnp.asarray(array, jnp.float32).reshape(dims)
+                return _rounded_up(array).reshape(dims)
     shaped = isinstance(array, Array | np.ndarray) and array.ndim > 0
     raise bad_argument(
         "score_bound",
@@ -49,3 +49,15 @@ def check_bound(bound: object, shape: Sequence[int]) -> Array | None:
         f"a number of at least 0, or numbers of shape {list(shape)} or of its first dims, 1 for all",
         "The dims are batch entries, heads, blocks of queries and blocks of keys.",
     )
+
+
+def _rounded_up(bound: Array | np.ndarray) -> Array:
+    """The bound, or somewhat more, in float32."""
+    if bound.dtype.itemsize <= 4 and jnp.issubdtype(bound.dtype, jnp.floating):
+        return jnp.asarray(bound, jnp.float32)
+    if isinstance(bound, np.ndarray):
+        with np.errstate(over="ignore"):
+            near = bound.astype(np.float32)
+        return jnp.asarray(np.where(near < bound, np.nextafter(near, np.float32(np.inf)), near))
+    near = bound.astype(jnp.float32)
+    return jnp.where(near.astype(bound.dtype) < bound, near * (1 + 2.0**-22), near)

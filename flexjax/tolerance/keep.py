@@ -147,6 +147,7 @@ def _limit(spec: Spec, given: Given, of_queries: Array | None, of_keys: Array | 
         return given.bound
     size = abs(spec.scale) * of_queries[..., :, None] * of_keys[..., None, :]
     c = size * (1 + spec.rounding) + 1e-30
+    c = jnp.where(jnp.isfinite(c), c, jnp.nan)  # a product of infinite norms may be NaN
     return c if given.bound is None else jnp.minimum(c, given.bound)
 
 
@@ -162,7 +163,7 @@ def _lower_of_rows(spec: Spec, given: Given) -> Array:
         lower = functools.reduce(jnp.maximum, found, lower)
     if given.sinks is not None:
         sinks = given.sinks.astype(dtype)[None, :, None]
-        lower = jnp.maximum(lower, jnp.where(jnp.isnan(sinks), -jnp.inf, sinks))
+        lower = jnp.maximum(lower, _finite(sinks))
     if given.lengths[0] is not None:
         exists = jnp.arange(q_len, dtype=jnp.int32) < given.lengths[0][:, None, None]
         lower = jnp.where(exists, lower, jnp.inf)
@@ -223,7 +224,12 @@ def _lower_at(spec: Spec, given: Given, index: np.ndarray | Array) -> Array:
     low = bound(spec.score, given.score_captures, grid, entries=True, score=ends)
     assert isinstance(low, Interval)
     low = jnp.broadcast_to(low.low, (*shape, 1))[..., 0]
-    return jnp.where(sees & ~jnp.isnan(low), low, -jnp.inf).astype(spec.dtype)
+    return jnp.where(sees, _finite(low), -jnp.inf).astype(spec.dtype)
+
+
+def _finite(low: Array) -> Array:
+    """A lower bound that proves something: a row with a score of inf is NaN, and inf says that there is no row."""
+    return jnp.where(low < jnp.inf, low, -jnp.inf)
 
 
 def _at_blocks(spec: Spec, x: Array, row: Array, key: Array) -> Array:
@@ -269,7 +275,7 @@ def _chunk(
     assert isinstance(found, Interval)
     low, high = (jnp.broadcast_to(e, shape).astype(spec.dtype) for e in found[:2])
     visible, full = _visible(spec, given, q_blocks, shape)
-    best = jnp.where(full & ~jnp.isnan(low), low, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
+    best = jnp.where(full, _finite(low), -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
     tile = jnp.maximum(least[:, :, q_blocks, None], best)
     slack = SLACK + SLACK_OF_SCORES * (jnp.abs(high) + jnp.abs(tile))
     share = high - tile + _log_keys(spec, kv_blocks) + slack

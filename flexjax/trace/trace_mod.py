@@ -141,7 +141,8 @@ def check_function(name: str, function: Callable, score_dtype: str, integers: bo
     if integers and (jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == jnp.bool_):
         return
     if not jnp.issubdtype(out.dtype, jnp.floating):
-        raise _of_result(f"`{name}` returned {with_article(out.dtype.name)}; expected a floating scalar.", traced)
+        expected = "a float, an integer or a bool" if integers else "a floating scalar"
+        raise _of_result(f"`{name}` returned {with_article(out.dtype.name)}; expected {expected}.", traced)
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes, reach: Reach | None = None) -> TracedMod:

@@ -103,6 +103,14 @@ def test_a_traced_number_out_of_range_chooses_nothing() -> None:
     np.testing.assert_array_equal(to_mask(mask)[0, 0], on)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
+def test_numbers_of_few_bits_count_blocks_beyond_them(dtype: type) -> None:
+    chosen = choices((1, 1, 20, 3), 4).astype(dtype)
+    mask = BlockMask.from_chosen_blocks(chosen, 4, q_len=20, kv_len=1200)
+    np.testing.assert_array_equal(to_mask(mask)[0, 0, :, :S], dense(chosen.astype(np.int32), 4)[0, 0, :20, :S])
+    assert not to_mask(mask)[..., S:].any()
+
+
 # ------------------------------------------------------------------ attention
 
 
@@ -218,6 +226,21 @@ def test_over_a_mesh(kind: AxisType, axis: str) -> None:
         placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((chosen, *x), specs, strict=True)]
         with jax.set_mesh(mesh):
             assert_close(run(*placed), want)
+
+
+@needs_two_devices
+@pytest.mark.filterwarnings("ignore:Each device receives:flexjax.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:Every device computes:flexjax.FallbackWarning")
+def test_choices_of_tokens_that_a_mesh_splits() -> None:
+    """XLA makes no reduction by bits over devices."""
+    x = inputs()
+    run = quick_jit(lambda c, *x: attend(c, *x, mask_mod=masks.causal))
+    chosen = choices((B, M, T, 3), 16)
+    want = run(chosen, *x)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.device_put(chosen, NamedSharding(mesh, P(None, None, "x")))
+    with jax.set_mesh(mesh):
+        assert_close(run(split, *x), want)
 
 
 # ------------------------------------------------------------------ errors

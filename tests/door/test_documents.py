@@ -116,6 +116,18 @@ def test_rows_and_copies_have_documents_of_their_own() -> None:
     assert np.array_equal(out[:1, 40:], single)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU")
+def test_offsets_of_rows_that_explicit_axes_split() -> None:
+    q, k, v = inputs(40, 2)
+    offsets = jnp.asarray([[0, 13, 15], [3, 9, 14]], jnp.int32)
+    want, _ = attend(q, k, v, jnp.asarray(TABLE), offsets)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+        out, _ = attend(put(q), put(k), put(v), jnp.asarray(TABLE), put(offsets))
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
 @pytest.mark.slow
 def test_a_mask_of_documents_alone_follows_the_packing() -> None:
     p = Problem(T=260)

@@ -117,6 +117,19 @@ def test_expectations_count_positions_in_the_request() -> None:
     assert_same(got, definition(q, cache, table, return_aux=asked), 6e-6)
 
 
+def test_functions_of_expectations_are_made_for_the_call() -> None:
+    cache, table = served(LENGTHS, 8)
+    made = flexjax.made_for(heads=N + 1)(lambda s, b, h, q, kv: s)
+    with pytest.raises(ValueError, match=r"return_aux\.expectations\['f'\]") as caught:
+        flexjax.paged_attention(
+            draw(100, len(LENGTHS), 1, N, D),
+            cache,
+            table,
+            return_aux=dataclasses.replace(ALL, expectations={"f": made}),
+        )
+    assert str(N + 1) in str(caught.value)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 1, 17], pytest.param([0, 0, 0, 2], marks=pytest.mark.slow)])
 def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
     """Mods see the request; padding is 0 and -inf; block_q cuts other tiles."""

@@ -80,6 +80,13 @@ def with_lengths(tokens: int) -> dict[str, typing.Any]:
     return given | {"mask_mod": masks.causal, "origin": Origin(query="end")}
 
 
+def of_later_heads() -> GIVEN:
+    """A read at a head that is computed of a captured scalar, the first head of the origin."""
+    reach = array(np.arange(2 * N) * 9)
+    mask_mod = lambda b, h, q, kv: q - kv < reach[h]
+    return few_queries(60, 8, mask_mod=mask_mod, origin=Origin(head=N), key_value_seq_lengths=array([50, 17]))
+
+
 def in_pages(tokens: int, dtype: str = "float32") -> GIVEN:
     page, columns = 16, 4
     stored = normal(B * columns + 3, page, 8, D), normal(B * columns + 3, page, 8, D)
@@ -123,6 +130,7 @@ OWN: dict[str, Callable[[], GIVEN]] = {
     "lengths at the end": lambda: few_queries(2, 8, **with_lengths(2)),
     "lengths at the end of groups": lambda: few_queries(2, 4, **with_lengths(2)),
     "a traced start": lambda: few_queries(1, 2, heads=6, mask_mod=masks.sliding_window(50), origin=Origin(query=jnp.int32(150))),
+    "a read at the first head": lambda: of_later_heads(),
     "pages": lambda: in_pages(3),
     "pages of int8": lambda: in_pages(9, "int8"),
     "float8": in_float8,
@@ -155,7 +163,7 @@ FORWARD_ONLY = {"join_heads", "pack_heads", "float8", "gathered", "widened_pools
 REWRITES: dict[str, tuple[Callable[[KernelPlan], Rewrite | None], tuple[str, ...]]] = {
     "mask_blocks": (lambda p: mask_blocks.rewrite(p, 48, 80), ("window", "by_batch_and_head", "lists of a user")),
     "larger_blocks": (lambda p: larger_blocks.rewrite(p, GPU), ("window", "lists of a user")),
-    "lengths_as_mask": (lambda p: lengths_as_mask.rewrite(p, 64, 64), ("lengths", "lengths_unblocked", "lengths at the end")),
+    "lengths_as_mask": (lambda p: lengths_as_mask.rewrite(p, 64, 64), ("lengths", "lengths_unblocked", "lengths at the end", "a read at the first head")),
     "residues": (residues.rewrite, ("dilated", "dilated_and_more")),
     "extra_features": (extra_features.rewrite, ("extra", "extra_bnth")),
     "join_heads": (join_heads.rewrite, ("every load", "lengths at the end", "pages")),

@@ -509,3 +509,54 @@ def test_a_call_over_a_split_sequence_refuses() -> None:
         "A call with context= takes no tolerance, nor a block mask that was made with one: which keys travel is decided "
         "before their norms are known. Leave it out, or hide far keys by mask_mod."
     )
+
+
+# ------------------------------------------------------------------- numbers that prove nothing
+
+
+def probabilities(k: jax.Array, score_mod: Callable, **call: Any) -> tuple[np.ndarray, Any]:
+    """(out for values that are an identity matrix, aux) of queries of ones, with blocks of 32."""
+    q, eye = jnp.ones((1, T, 1, D)), jnp.eye(T)[None, :, None]
+    asked = AuxRequest(lse=True, max_scores=True, lost=True)
+    out, aux = quick_jit(
+        lambda *x: flexjax.flex_attention(*x, score_mod=score_mod, block_mask=causal(), return_aux=asked, **call)
+    )(q, k, eye)
+    return np.asarray(out[0, :, 0]), aux
+
+
+@pytest.mark.parametrize("scale", [0.01, jnp.float32(0.01)], ids=["float", "array"])
+def test_a_bound_is_that_of_the_scaled_score(scale: Any) -> None:
+    k = jnp.zeros((1, T, 1, D)).at[:, 63].set(84.0)  # 13.44
+    near = lambda s, b, h, i, j: s - 0.5 * (i - j)
+    whole, _ = probabilities(k, near, scale=scale, tolerance=0.0)
+    found, aux = probabilities(k, near, scale=scale, tolerance=1e-4, score_bound=13.45)
+    gone = np.where(found == 0, whole, 0).sum(-1)
+    assert 0 < gone.max() < 1e-4
+    assert (gone <= np.asarray(aux.lost)[0, :, 0] + 1e-9).all()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+def test_an_infinite_score_is_no_witness(tolerance: float) -> None:
+    """The row is NaN with and without."""
+    k = jnp.zeros((1, T, 1, D))
+    found, aux = probabilities(
+        k, lambda s, b, h, i, j: jnp.where(i == j, jnp.inf, s - 0.5 * (i - j)), tolerance=tolerance
+    )
+    assert np.isnan(found).all()
+    assert np.isnan(np.asarray(aux.lse)).all()
+
+
+def test_blocks_of_infinite_keys_stay() -> None:
+    capped = lambda s, b, h, i, j: 5 * jnp.tanh(s / 5) - 0.5 * (i - j)
+    k = jnp.zeros((1, T, 1, D)).at[:, 5].set(array(np.tile([np.inf, -np.inf], D // 2)))  # the score is NaN
+    found, _ = probabilities(k, capped, tolerance=1e-2)
+    assert np.isnan(found[5:]).all()
+
+
+def test_a_bound_of_more_digits_is_rounded_up() -> None:
+    from flexjax.tolerance.checks import check_bound
+
+    for given in (100.0000035, np.float64(1e39), np.full(1, 100.0000035)):
+        bound = check_bound(given, (1, 1, 1, 1))
+        assert bound is not None
+        assert float(bound[0, 0, 0, 0]) >= np.max(given)

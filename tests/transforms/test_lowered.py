@@ -1,12 +1,14 @@
 """Passes that are lowered once in a process (passes/lowered.py)."""
 
 import collections
+import contextlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import flexjax
 from flexjax import masks
@@ -93,6 +95,18 @@ def test_settings_that_change_numbers_are_part_of_the_key(setting: str, traced: 
     with jax.enable_x64(True) if setting == "x64" else jax.default_matmul_precision("highest"):
         fresh()(Q, K, V, BIAS)
     assert traced["forward"] == 2
+
+
+@pytest.mark.parametrize("annotated_first", [True, False])
+def test_annotations_of_a_program_stay_its_own(annotated_first: bool, traced: collections.Counter[str]) -> None:
+    """XLA's metadata is put on every operation that is traced under it."""
+
+    def text(annotated: bool) -> str:
+        with set_xla_metadata(inlineable="false") if annotated else contextlib.nullcontext():
+            return fresh().lower(Q, K, V, BIAS).as_text()
+
+    for annotated in (annotated_first, not annotated_first):
+        assert ("inlineable" in text(annotated)) == annotated
 
 
 def test_programs_that_cannot_call_a_copy_are_inlined(traced: collections.Counter[str]) -> None:

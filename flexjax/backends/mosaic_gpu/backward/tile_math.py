@@ -122,8 +122,11 @@ class TileMath:
     @property
     def _beside(self) -> int | None:
         """The number of the first result of the derivative program's second group; None without one."""
-        several = self.derivative is not None and len(self.derivative.groups) > 1
-        return 2 + len(self.derivative.gradients) if several and self.derivative is not None else None
+        if self.derivative is None:
+            return None
+        width = 2 + len(self.derivative.gradients)
+        # a program of a tangent has one result more than a group
+        return width if len(self.derivative.results) >= 2 * width else None
 
     @property
     def beside_results(self) -> tuple[int | None, ...]:
