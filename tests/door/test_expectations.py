@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[typing.Any, str]] = {
     ),
     "complex numbers": (
         {"x": lambda s, b, h, q, k: s * 1j},
-        "`return_aux.expectations['x']` returned a complex64; expected a floating scalar.",
+        "`return_aux.expectations['x']` returned a complex64; expected a float, an integer or a bool.",
     ),
     "a function": (
         a_vector,
