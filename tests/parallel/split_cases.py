@@ -57,6 +57,7 @@ CAPTURE_DIMS: dict[tuple[str, str], str] = {
     ("window_per_head", "window"): "h", ("causal_documents", "doc"): "b -", ("key_lengths", "length"): "b",
     ("both_lengths", "length"): "b", ("dilation_by_head", "dilation"): "h", ("sigmoid", "logit"): "h", ("decayed", "rate"): "h",
     ("learned_gate", "gain"): "h", ("own_document", "doc"): "b -",
+    ("chosen_blocks", "word"): "b - - -",
 }  # fmt: skip
 """The dimensions of captured arrays that a mod indexes with plain b or h: arrays under jit are split there."""
 
