@@ -93,7 +93,7 @@ def test_packed_documents_of_grain_have_the_losses_of_the_dot_product(
     assert theirs[-1] < theirs[0] - 0.5
     np.testing.assert_allclose(ours, theirs, rtol=2e-5)
     rows = [json.loads(line) for line in re.findall(r"^documents (.*)$", printed, re.M)]
-    assert np.min(rows) > 1, "each row has several documents"
+    assert np.mean(rows) > 2, "rows have several documents"
 
 
 @pytest.mark.slow
