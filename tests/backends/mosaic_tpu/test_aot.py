@@ -28,13 +28,22 @@ PARTS = 6
 """Pieces of a minute or two, so that `--minutes` can stop between them."""
 
 
+KNOWN_FAULTS = {("chosen_blocks-bfloat16", chip): "Found no uses of XposeSequence" for chip in ("v5e", "v5p")}
+"""Internal errors of the compiler in libtpu 0.0.48: there the backward pass of 129 queries; that of 128 compiles."""
+
+
+def meets_known_fault(line: str) -> bool:
+    _, entry, chip, *_ = line.split()
+    return KNOWN_FAULTS.get((entry, chip), line + "?") in line
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=needs_compiler) for chip in aot.TOPOLOGIES])
 def test_sample_compiles(chip: str, part: int):
     entries = aot.sampled(chip)[part::PARTS]
     lines = list(aot.sweep(chip, entries))
     print("\n".join(lines))
-    failed = [line for line in lines if line.startswith("FAIL")]
+    failed = [line for line in lines if line.startswith("FAIL") and not meets_known_fault(line)]
     assert not failed, "\n".join(failed)
     refused = {line.split()[1] for line in lines if line.startswith("refused")}
     cases = {entry: aot.TABLE[entry][0] for entry in entries if entry in aot.TABLE}
