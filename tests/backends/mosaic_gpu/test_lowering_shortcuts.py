@@ -25,6 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from flexjax.backends.mosaic_gpu.lowering import compile_ahead, simplified_module
 from flexjax.backends.mosaic_gpu.lowering import shortcuts as lowering_shortcuts
 from flexjax.backends.mosaic_gpu.machine import registers
+from flexjax.passes import lowered as passes_lowered
 from tests.backends.mosaic_gpu.test_compile_ahead import attend, gradient, lowered
 
 MMA = importlib.import_module("jax.experimental.mosaic.gpu.mma")  # the package has a function of that name
@@ -67,6 +68,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
 
     with monkeypatch.context() as patch:
         patch.setattr(simplified_module, "simplify", counted)
+        passes_lowered.forget()  # what an earlier call of the process built is not built again
         lowered(gradient)
     return found
 
