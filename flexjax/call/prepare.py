@@ -187,6 +187,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         weighted=weights is not None,
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
         expectations=len(functions),
+        crowded=len(functions) > 0,
     )
     if options.invariant and (why := invariant.refuses(plan)) is not None:
         raise NotImplementedError(why)

@@ -85,7 +85,7 @@ def _changed(problem: Problem, change: Callable[[Program], Program], more: tuple
         first = with_results(program, program.results[:1])
         return dataclasses.replace(first, captures=(*first.captures, *more))
 
-    plan = dataclasses.replace(problem.plan, expectations=0)
+    plan = dataclasses.replace(problem.plan, expectations=0, crowded=bool(more))
     operands = problem.arrange(range(problem.structure.num_leaves))
     return problem.with_programs([one(p) for p in problem.programs], plan, operands)
 

@@ -117,6 +117,8 @@ class KernelPlan:
     total: bool = False
     # how many functions after the new score the results of `score` are; their expectations are a result
     expectations: int = 0
+    # entries have functions, or their derivatives, beside the score: smaller tiles of mma.sync keep them in registers
+    crowded: bool = False
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
 

@@ -77,9 +77,11 @@ ALL_HIDDEN = ("nothing", "nothing_blocks", "poison_everywhere")
 """Cases whose mask hides everything, so that the compilers leave out the products."""
 MOST_SPILLED = 256
 """Bytes of spills that pass: a few registers before and after the loops of the largest tiles."""
-MAY_SPILL = {"noise": 768, "random_entries": 768, "relu_squared_weights": 512}
-"""Case -> bytes of spills that pass instead, in the backward kernels of tcgen05, whose tiles have one size: the state of a hash; and a pair
-bias, a mask of remainders and both selects on -inf of weights."""
+MAY_SPILL = {"noise": 768, "random_entries": 768, "relu_squared_weights": 512, "zero_divisors": 512}
+"""Case -> bytes of spills that pass instead, in the backward kernels of tcgen05, whose tiles have one size: the state of a hash; a pair
+bias, a mask of remainders and both selects on -inf of weights; and two masks of remainders."""
+CROWDED_SPILL = 2560
+"""Bytes of spills that pass beside expectations in kernels that have no smaller tile for them: those of tcgen05, and of captured arrays."""
 
 
 def sampled(card: str) -> list[str]:
@@ -252,8 +254,7 @@ def judged(card: str, line: str, said: str) -> str:
     wrong = [
         f"{name} {what}" for name, kernel in found.items() for what in _wrong(card, name, kernel, case in ALL_HIDDEN)
     ]
-    most = MAY_SPILL.get(case, MOST_SPILLED)
-    wrong += [f"{name} spills" for name, kernel in found.items() if kernel.spilled > most]
+    wrong += [f"{name} spills" for name, kernel in found.items() if kernel.spilled > _most_spilled(case, name)]
     for name, kernel in found.items():
         paired = name == TCGEN05[2] and line.startswith(f"ok {PAIRS}")
         wrong += [f"{name} has {'no ' if paired else ''}{n}" for n in ON_PAIRS if paired != (kernel.counts[n] > 0)]
@@ -273,6 +274,11 @@ def judged(card: str, line: str, said: str) -> str:
             f"    {name}: {kernel.registers} registers, {kernel.spilled} bytes spilled, {kernel.shared} bytes of shared memory, {text}"
         )
     return "\n".join(lines)
+
+
+def _most_spilled(case: str, kernel: str) -> int:
+    crowded = case in CASES and CASES[case].expectations and kernel in (*TCGEN05, "flexjax_capture_gradient")
+    return CROWDED_SPILL if crowded else MAY_SPILL.get(case, MOST_SPILLED)
 
 
 def _wrong(card: str, name: str, kernel: Compiled, hidden: bool) -> list[str]:

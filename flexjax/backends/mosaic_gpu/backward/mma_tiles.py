@@ -181,5 +181,6 @@ def _fitting(
     small = card.cta_memory <= SMALL_MEMORY
     # with SMALL_MEMORY the tensor cores are slower than shared memory, so 64 rows, with fewer registers, go before 128
     # two warpgroups of an SM come first: one multiplies while the other computes probabilities
-    worse = lambda t: (warpgroups[t] < 2, small and t.rows > 64, spills and t.visited > 32)
+    few_rows, few_visited = small or plan.crowded, spills or plan.crowded
+    worse = lambda t: (warpgroups[t] < 2, few_rows and t.rows > 64, few_visited and t.visited > 32)
     return tuple(sorted((t for t in able if warpgroups[t]), key=worse))

@@ -111,9 +111,11 @@ def forward_candidates(plan: KernelPlan, card: Card) -> tuple[MmaForwardTile, ..
     head_dim, value_dim = mma_dim(plan.head_dim + plan.extra_dim), mma_dim(plan.value_dim)
     large = max(head_dim, value_dim)
     shapes = [(2, 64), (1, 64)] if large > 128 else [(1, 128), (2, 64), (1, 64)]
-    if plan.q_len <= 64 and plan.options.block_q is None:
+    if (plan.q_len <= 64 or plan.crowded) and plan.options.block_q is None:
         shapes.sort(key=lambda shape: shape != (1, 64))
     keys = (64, 128, 32) if large <= 64 else (64, 32)
+    if plan.crowded:
+        keys = (32, 64)
     origin, options, blocks = plan.origin, plan.options, plan.blocks
     run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     found: list[MmaForwardTile] = []
