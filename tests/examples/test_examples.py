@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 
@@ -35,8 +36,14 @@ TRAINED: dict[str, dict[str, int]] = {
     "moe_on_a_mesh": {"length": 32, "steps": 20, "width": 32},
     "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
     "train_chosen_blocks": {"length": 128, "block": 16, "keep": 3, "steps": 20, "width": 32},
+    "train_sigmoid": {"length": 64, "steps": 40, "width": 32},
 }
 """Examples that train, with the arguments of a small run."""
+
+CLAIMS: dict[str, Callable[[dict[str, float]], bool]] = {
+    "train_sigmoid": lambda got: got["sigmoid"] < got["softmax"] + 0.15 and got["moved"] > 1e-3,
+}
+"""What a small run shows besides a loss that falls."""
 
 
 def test_every_example_is_tested():
@@ -78,6 +85,7 @@ def test_training_examples_learn(name: str, tmp_path: pathlib.Path):
         assert results["last"] < results["first"] - (0.01 if name == "vision_natten" else 0.15)
     assert results.get("devices", 4) == 4
     assert results.get("apart", 0.0) < 1e-3
+    assert CLAIMS.get(name, bool)(results), results
     assert (tmp_path / f"{name}.png").stat().st_size > 2000
     assert "step" in done.stderr
 
