@@ -23,7 +23,16 @@ from jax.interpreters import mlir
 
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import (
+    FLOAT8,
+    BackwardInputs,
+    Gradients,
+    KernelPlan,
+    Operands,
+    Results,
+    TangentInputs,
+    Wanted,
+)
 from flexjax.plan.rewrite import Steps
 
 
@@ -150,18 +159,8 @@ class ForwardMode(Backend, typing.Protocol):
         """The kernel of `tangent` with its tile, for `flexjax.explain`; None if there is nothing to say. Pure."""
         ...
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        target: Target,
-    ) -> tuple[jax.Array, ...]:
+    def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, ...]:
         """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes of these, for the last plan
         of `tangent_steps`.
-
-        tangents   of the operands; None counts as 0
         """
         ...

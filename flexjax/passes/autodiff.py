@@ -49,6 +49,7 @@ from flexjax.plan.kernel_plan import (
     KernelPlan,
     Operands,
     Results,
+    TangentInputs,
     Wanted,
 )
 from flexjax.plan.problem import Problem
@@ -140,7 +141,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
     """The code of `tangent`; `moving` says which movable operands have a tangent, among the last arguments."""
     operands, results, tangents = _split(problem, flat)
     moved = Gradients.of(_spread(tangents, moving))
-    return list(run.tangent(operands, results, moved, problem.linear_derivative()))
+    return list(run.tangent(TangentInputs(operands, results, moved, problem.linear_derivative())))
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:

@@ -32,7 +32,7 @@ from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.integers import cdiv
 from flexjax.ir.program import Program
 from flexjax.plan import invariant, kernel_plan, rewrite, tuned
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs, Wanted
 from flexjax.plan.problem import Problem
 from flexjax.plan.rewrite import Steps, last_plan
 from flexjax.rewrites import float8, residues
@@ -190,18 +190,12 @@ class Run(typing.NamedTuple):
         plan = last_plan(self.plan, steps)
         return rewrite.backward(steps, given, lambda last: self.backend.backward(plan, last, self.target))
 
-    def tangent(
-        self, operands: Operands, results: Results, tangents: Gradients, derivative: Program | None
-    ) -> tuple[Array, ...]:
-        """The tangents of out, lse and perhaps expectations. No step of a backend with forward mode changes what the
-        results are.
-        """
-        backend, operands = self.backend, with_lists(self.plan, operands)
+    def tangent(self, given: TangentInputs) -> tuple[Array, ...]:
+        """The tangents of out, lse and perhaps expectations."""
+        backend, given = self.backend, given._replace(operands=with_lists(self.plan, given.operands))
         assert isinstance(backend, ForwardMode)
         steps = (*self.steps, *backend.tangent_steps(self.plan, self.target))
-        moved = rewrite.last_tangents(steps, operands, tangents)
-        plan, operands = last_plan(self.plan, steps), rewrite.last_operands(steps, operands)
-        return backend.tangent(plan, operands, results, moved, derivative, self.target)
+        return backend.tangent(last_plan(self.plan, steps), rewrite.last_inputs(steps, given), self.target)
 
 
 def with_lists(plan: KernelPlan, operands: Operands) -> Operands:

@@ -367,3 +367,14 @@ class BackwardInputs(typing.NamedTuple):
     # (score, d score / d raw score, d score / d each load of floats), or cotangents if it `takes_cotangent`; None for
     # the identity
     derivative: ir.Program | None
+
+
+class TangentInputs(typing.NamedTuple):
+    """What forward mode gets beside the plan."""
+
+    operands: Operands
+    results: Results
+    # of the operands; None counts as 0
+    tangents: Gradients
+    # as of BackwardInputs, never one that `takes_cotangent`
+    derivative: ir.Program | None

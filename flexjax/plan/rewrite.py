@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
 
 class Rewrite(typing.NamedTuple):
@@ -49,8 +49,9 @@ def last_operands(steps: Sequence[Rewrite], operands: Operands) -> Operands:
     return operands
 
 
-def last_tangents(steps: Sequence[Rewrite], operands: Operands, tangents: Gradients) -> Gradients:
-    """The tangents of the operands that the kernel gets, None for 0: every step is linear in what may move."""
+def last_inputs(steps: Sequence[Rewrite], given: TangentInputs) -> TangentInputs:
+    """What the kernel of forward mode gets: every step is linear in what may move, and none changes the results."""
+    operands, tangents = given.operands, given.tangents
     zeros = lambda x, t: None if x is None else jnp.zeros_like(x) if t is None else t
     moved = operands._replace(
         **{name: zeros(getattr(operands, name), t) for name, t in zip(Operands._fields, tangents[:-1], strict=False)},
@@ -62,7 +63,8 @@ def last_tangents(steps: Sequence[Rewrite], operands: Operands, tangents: Gradie
         query = tangents.query_extra if query is None else query
         key = tangents.key_extra if key is None else key
     moves = tangents._replace(query=query, key=key)
-    return Gradients.of([x if t is not None else None for x, t in zip(made.movable, moves.flat, strict=True)])
+    found = Gradients.of([x if t is not None else None for x, t in zip(made.movable, moves.flat, strict=True)])
+    return given._replace(operands=last_operands(steps, operands), tangents=found)
 
 
 def forward(steps: Steps, operands: Operands, kernel: Callable[[Operands], Results]) -> Results:

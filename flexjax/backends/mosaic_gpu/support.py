@@ -24,7 +24,7 @@ from flexjax.backends.mosaic_gpu.programs import support as programs_support
 from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs, Wanted
 from flexjax.plan.rewrite import Steps
 from flexjax.rewrites import lengths_as_mask
 
@@ -245,17 +245,8 @@ class MosaicGpu:
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         return family_of(target, plan.options).backward(plan, given)
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        target: Target,
-    ) -> tuple[jax.Array, jax.Array]:
-        sms = target.cores or REFERENCE_SMS
-        return family_of(target, plan.options).tangent(plan, operands, results, tangents, derivative, sms)
+    def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, jax.Array]:
+        return family_of(target, plan.options).tangent(plan, given, target.cores or REFERENCE_SMS)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering/lowering.py)."""

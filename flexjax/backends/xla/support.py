@@ -14,7 +14,7 @@ from flexjax.backends.xla.tangent import tangent
 from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes, tile_candidates
 from flexjax.ir.program import Program
 from flexjax.plan import invariant
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs, Wanted
 from flexjax.plan.rewrite import Steps, chain, last_plan
 
 
@@ -82,16 +82,8 @@ class XlaBackend:
     def describe_tangent(self, plan: KernelPlan, target: Target) -> None:
         return None
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        target: Target,
-    ) -> tuple[jax.Array, ...]:
-        return tangent(plan, operands, results, tangents, derivative, target)
+    def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, ...]:
+        return tangent(plan, given, target)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """Nothing about the lowered module changes."""

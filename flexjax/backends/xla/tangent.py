@@ -34,26 +34,15 @@ from flexjax.backends.xla.visit_scores import (
     visit_scores,
     zero_where_off,
 )
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import KernelPlan, TangentInputs
 from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
 
 
-def tangent(
-    plan: KernelPlan,
-    operands: Operands,
-    results: Results,
-    tangents: Gradients,
-    derivative: Program | None,
-    target: Target,
-) -> tuple[Array, ...]:
-    """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes and dtypes of these.
-
-    tangents     of the operands; None where an operand has no tangent, which counts as 0
-    derivative   program of score_mod's derivatives; None where score_mod is the identity
-    """
+def tangent(plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[Array, ...]:
+    """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes and dtypes of these."""
+    operands, results, tangents, derivative = given
     query_lengths = (operands.lengths or NONE).query
     if plan.batch * plan.q_len * plan.kv_len == 0:
         # without batch entries, queries or keys, lse is the sink
@@ -64,7 +53,7 @@ def tangent(
         sums = [jnp.zeros((*t_lse.shape, plan.expectations), t_lse.dtype)] * (plan.expectations > 0)
         return jnp.zeros_like(results.out), where_exists(t_lse, query_lengths, plan), *sums
     tiled = TiledOperands(plan, operands, target, derivative)
-    tiled_tangents = TiledTangents(tiled, tangents, derivative, results)
+    tiled_tangents = TiledTangents(tiled, given)
     s = tiled.sizes
     one_row = lambda step: _row(tiled_tangents, row_at(plan, s, tiled.lists, step, tiled.lengths))
     if s.steps == 1:
@@ -80,10 +69,10 @@ def tangent(
 class TiledTangents:
     """The tangents (None where there is none), and out and lse of the forward pass, laid out as `tiled` is."""
 
-    def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
+    def __init__(self, tiled: TiledOperands, given: TangentInputs):
         maybe = lambda f, x: None if x is None else f(x)
         in_compute = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
-        self.tiled, self.derivative = tiled, derivative
+        self.tiled, self.derivative, tangents, results = tiled, given.derivative, given.tangents, given.results
         self.query, self.query_extra = (maybe(tiled.rows, x) for x in (tangents.query, tangents.query_extra))
         self.key, self.value, self.key_extra = (
             maybe(tiled.columns, x) for x in (tangents.key, tangents.value, tangents.key_extra)

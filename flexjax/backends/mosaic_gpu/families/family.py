@@ -15,8 +15,7 @@ import jax
 from flexjax.backends.base import WorkItems
 from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.target import Target
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
 
 class Family(typing.Protocol):
@@ -91,14 +90,6 @@ class Family(typing.Protocol):
         """Runs the kernels of the backward pass: the gradients of the wanted operands, None for the others."""
         ...
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        sms: int,
-    ) -> tuple[jax.Array, jax.Array]:
+    def tangent(self, plan: KernelPlan, given: TangentInputs, sms: int) -> tuple[jax.Array, jax.Array]:
         """Runs the kernel of forward mode: the tangents of out and lse, or of the total."""
         ...

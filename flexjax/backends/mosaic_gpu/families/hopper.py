@@ -22,8 +22,7 @@ from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_t
 from flexjax.backends.mosaic_gpu.machine.columns import ctas_of
 from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, Moving, TangentTile, tangent_tiles
 from flexjax.backends.target import Target
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,21 +147,13 @@ class Hopper:
 
         return hopper_backward.backward(plan, given)
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        sms: int,
-    ) -> tuple[jax.Array, jax.Array]:
+    def tangent(self, plan: KernelPlan, given: TangentInputs, sms: int) -> tuple[jax.Array, jax.Array]:
         from flexjax.backends.mosaic_gpu.tangent import hopper as kernel
         from flexjax.backends.mosaic_gpu.tangent.call import TangentCall
 
-        call = TangentCall.of(plan, derivative, tangents)
+        call = TangentCall.of(plan, given)
         tile = dataclasses.replace(self.tangent_tiles(call.plan, call.moving)[0], programs=sms)
-        return kernel.tangent(call, operands, results, tangents, tile)
+        return kernel.tangent(call, given, tile)
 
 
 HOPPER = Hopper()

@@ -22,8 +22,7 @@ from flexjax.backends.mosaic_gpu.machine.columns import WIDEST_CTA, ctas_of
 from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS, Card
 from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, MmaTangentTile, Moving, mma_tangent_tiles
 from flexjax.backends.target import Target
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
 SIZES = ("block_q", "block_kv", "num_stages")
 """The options of the forward kernel."""
@@ -150,18 +149,10 @@ class Mma:
 
         return mma_backward.backward(plan, given, self.card)
 
-    def tangent(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
-        derivative: Program | None,
-        sms: int,
-    ) -> tuple[jax.Array, jax.Array]:
+    def tangent(self, plan: KernelPlan, given: TangentInputs, sms: int) -> tuple[jax.Array, jax.Array]:
         from flexjax.backends.mosaic_gpu.tangent import mma as kernel
         from flexjax.backends.mosaic_gpu.tangent.call import TangentCall
 
-        call = TangentCall.of(plan, derivative, tangents)
+        call = TangentCall.of(plan, given)
         tile = self.tangent_tiles(call.plan, call.moving)[0]
-        return kernel.tangent(call, operands, results, tangents, tile)
+        return kernel.tangent(call, given, tile)

@@ -38,10 +38,10 @@ from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.tile_math import LOG2E
 from flexjax.ir.program import Program
 from flexjax.ir.tangent_program import tangent_program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import KernelPlan, TangentInputs
 
 
-class TangentInputs(typing.NamedTuple, typing.Generic[Part]):
+class TangentOperands(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory; T'' is the number of queries in whole query tiles."""
 
     forward: ForwardInputs[Part]  # operands with their tangents, captured arrays with theirs; no sinks
@@ -62,7 +62,8 @@ class TangentCall:
     moving: Moving
 
     @classmethod
-    def of(cls, plan: KernelPlan, derivative: Program | None, tangents: Gradients) -> "TangentCall":
+    def of(cls, plan: KernelPlan, given: TangentInputs) -> "TangentCall":
+        tangents, derivative = given.tangents, given.derivative
         plan = dataclasses.replace(plan, exact_captures=False, max_scores=False, has_sinks=False)
         moving = Moving(*(t is not None for t in tangents[:3]), loads=False)
         captures = [t is not None for t in tangents.score_captures]
@@ -72,14 +73,12 @@ class TangentCall:
     def inputs(
         self,
         setup: ForwardSetup[AnyTile],
-        operands: Operands,
-        results: Results,
-        tangents: Gradients,
+        given: TangentInputs,
         unit: int = 1,
         copying: Copying = "tma",
-    ) -> TangentInputs[jax.Array]:
+    ) -> TangentOperands[jax.Array]:
         """The operands as a kernel reads them; `unit` and `copying` as of `inputs_for`."""
-        plan = self.plan
+        plan, operands, results, tangents = self.plan, *given[:3]
         beside = lambda x, t: x if t is None else jnp.concatenate([x, t.astype(x.dtype)])
         moved = (t for t in tangents.score_captures if t is not None)
         both = operands._replace(
@@ -94,21 +93,22 @@ class TangentCall:
         if not plan.weighted:
             found = results.out if results.rounding is None else results.float32_out
             out = kernel_parts.pad(found, plan.layout, rows, setup.tile.value_dim)
-        stats = _rows(plan, operands, results, tangents.sinks, rows)
-        return TangentInputs(inputs_for(setup, both, unit, copying), stats, out)
+        stats = _rows(plan, given, rows)
+        return TangentOperands(inputs_for(setup, both, unit, copying), stats, out)
 
 
-def _rows(plan: KernelPlan, operands: Operands, results: Results, t_sinks: jax.Array | None, length: int) -> jax.Array:
-    """`TangentInputs.rows` for `length` rows of each head; lse2 is +inf where p is 0 in the whole row."""
-    lse = results.lse.astype(jnp.float32)
+def _rows(plan: KernelPlan, given: TangentInputs, length: int) -> jax.Array:
+    """`TangentOperands.rows` for `length` rows of each head; lse2 is +inf where p is 0 in the whole row."""
+    sinks, t_sinks = given.operands.sinks, given.tangents.sinks
+    lse = given.results.lse.astype(jnp.float32)
     lse = jnp.swapaxes(lse, 1, 2) if plan.layout == "BTNH" else lse
     if plan.weighted:
         lse = jnp.zeros_like(lse)
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, length - plan.q_len)), constant_values=0 if plan.weighted else -jnp.inf)
     dead = jnp.isneginf(lse)
     first = jnp.zeros_like(lse)
-    if t_sinks is not None and operands.sinks is not None:
-        sinks, t_sinks = (x.astype(jnp.float32)[None, :, None] for x in (operands.sinks, t_sinks))
+    if t_sinks is not None and sinks is not None:
+        sinks, t_sinks = (x.astype(jnp.float32)[None, :, None] for x in (sinks, t_sinks))
         first = jnp.where(dead, 0.0, jnp.exp(sinks - jnp.where(dead, 0.0, lse)) * t_sinks)
     return jnp.stack([jnp.where(dead, jnp.inf, lse if may_be_large(plan.score) else lse * LOG2E), first], axis=2)
 
@@ -166,7 +166,7 @@ def masked(setup: ForwardSetup[AnyTile], item: WorkItem, n: Scalar, phase: Phase
     return n >= item.full if setup.full_blocks_may_overhang else True
 
 
-def row_vectors(inputs: TangentInputs[Ref], item: WorkItem, start: Scalar, rows: int) -> tuple[jax.Array, jax.Array]:
+def row_vectors(inputs: TangentOperands[Ref], item: WorkItem, start: Scalar, rows: int) -> tuple[jax.Array, jax.Array]:
     """(lse2, p_sink t_sink) of `rows` rows from `start` on, from global memory."""
     own = pl.ds(start, rows)
     one = lambda which: kernel_parts.load(inputs.rows.at[item.b, item.h, which, own], registers.ROW, optimized=False)

@@ -30,28 +30,26 @@ from flexjax.backends.mosaic_gpu.machine.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, not_hoisted, rows_of, slot_parts
 from flexjax.backends.mosaic_gpu.tangent.call import (
     TangentCall,
-    TangentInputs,
     TangentMath,
+    TangentOperands,
     Terms,
     finished,
     masked,
     row_vectors,
 )
 from flexjax.backends.mosaic_gpu.tangent.tiles import TangentTile
-from flexjax.plan.kernel_plan import Gradients, Operands, Results
+from flexjax.plan.kernel_plan import TangentInputs
 
 
-def tangent(
-    call: TangentCall, operands: Operands, results: Results, tangents: Gradients, tile: TangentTile
-) -> tuple[jax.Array, jax.Array]:
+def tangent(call: TangentCall, given: TangentInputs, tile: TangentTile) -> tuple[jax.Array, jax.Array]:
     """(tangent of out, tangent of lse or total) of a call, in the plan's layout."""
     setup = HopperSetup(call.plan, tile)
     math = TangentMath(call, (tile.rows, tile.block_kv), (tile.block_q, tile.block_kv))
-    inputs = call.inputs(setup, operands, results, tangents)
+    inputs = call.inputs(setup, given)
     query, key, value = (split(x, tile.parts) for x in inputs.forward[:3])
     inputs = inputs._replace(forward=inputs.forward._replace(query=query, key=key, value=value))
 
-    def kernel(inputs: TangentInputs[Ref], outputs: ForwardOutputs[Ref], scratch: ForwardScratch[Ref]) -> None:
+    def kernel(inputs: TangentOperands[Ref], outputs: ForwardOutputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         clip_rows(aligned=True)
         role = lax.axis_index("wg")
         consumer = TangentConsumer(setup, inputs.forward, outputs, scratch, inputs, math)
@@ -67,7 +65,7 @@ def tangent(
 class TangentConsumer(Consumer):
     """One consumer warpgroup of a CTA."""
 
-    given: TangentInputs[Ref]
+    given: TangentOperands[Ref]
     math: TangentMath
 
     def query_tile(self, item: WorkItem, turn: Scalar, first_step: Scalar, group: Scalar) -> "TangentRows":
@@ -85,7 +83,7 @@ class TangentConsumer(Consumer):
 class TangentRows(QueryTile):
     """The rows of one work item that one consumer computes; in the methods `n` is the number of a step in the item."""
 
-    given: TangentInputs[Ref]
+    given: TangentOperands[Ref]
     math: TangentMath
     rows: RowMath
     vectors: tuple[jax.Array, jax.Array]

@@ -25,28 +25,26 @@ from flexjax.backends.mosaic_gpu.machine.mma_copies import Copies
 from flexjax.backends.mosaic_gpu.machine.mma_products import add_product, product_transposed
 from flexjax.backends.mosaic_gpu.tangent.call import (
     TangentCall,
-    TangentInputs,
     TangentMath,
+    TangentOperands,
     finished,
     masked,
     row_vectors,
 )
 from flexjax.backends.mosaic_gpu.tangent.tiles import MmaTangentTile
-from flexjax.plan.kernel_plan import Gradients, Operands, Results
+from flexjax.plan.kernel_plan import TangentInputs
 
 Sums = tuple[jax.Array, jax.Array]  # of tout, [rows, E], and of p ts', [rows], over the tiles so far
 
 
-def tangent(
-    call: TangentCall, operands: Operands, results: Results, tangents: Gradients, tile: MmaTangentTile
-) -> tuple[jax.Array, jax.Array]:
+def tangent(call: TangentCall, given: TangentInputs, tile: MmaTangentTile) -> tuple[jax.Array, jax.Array]:
     """(tangent of out, tangent of lse or total) of a call, in the plan's layout."""
     setup = ForwardSetup[MmaForwardTile](call.plan, tile)
     math = TangentMath(call, (tile.rows, tile.block_kv), (tile.block_q, tile.block_kv))
     unit = PIECE_ROWS if tile.copying == "tma" else 1
-    inputs = call.inputs(setup, operands, results, tangents, unit, tile.copying)
+    inputs = call.inputs(setup, given, unit, tile.copying)
 
-    def kernel(inputs: TangentInputs[Ref], outputs: ForwardOutputs[Ref], scratch: MmaForwardScratch[Ref]) -> None:
+    def kernel(inputs: TangentOperands[Ref], outputs: ForwardOutputs[Ref], scratch: MmaForwardScratch[Ref]) -> None:
         clip_rows()
         MmaTangentRows.of_call(setup, math, inputs, outputs, scratch).compute()
 
@@ -59,7 +57,7 @@ def tangent(
 class MmaTangentRows(MmaRows):
     """The rows of one work item that one warpgroup computes; in the methods `n` is the number of a step in the item."""
 
-    given: TangentInputs[Ref]
+    given: TangentOperands[Ref]
     math: TangentMath
     rows: RowMath
     vectors: tuple[jax.Array, jax.Array]
@@ -69,7 +67,7 @@ class MmaTangentRows(MmaRows):
         cls,
         setup: ForwardSetup[MmaForwardTile],
         math: TangentMath,
-        inputs: TangentInputs[Ref],
+        inputs: TangentOperands[Ref],
         outputs: ForwardOutputs[Ref],
         scratch: MmaForwardScratch[Ref],
     ) -> "MmaTangentRows":
