@@ -207,9 +207,7 @@ class Backward(OnDevice):
         return self.passes.backward.bind(*self.passes.alike([*stage.flat, *given]), **params)
 
     def _residuals(self, out: Array, lse: Array) -> list[Array]:
-        """[out in the plan's output dtype, lse] and, if the plan returns rounding, what that took away; [] for
-        a weighted plan (`Problem.residuals`).
-        """
+        """[out in the plan's output dtype, lse] and perhaps what rounding took away, as `Problem.residuals` counts."""
         if self.call.plan.weighted:
             return []
         rounded, rounding = tile_math.out_and_rounding(out, self.call.plan)

@@ -249,10 +249,7 @@ class State:
         return before[..., self.bounds[1:]] - before[..., self.bounds[:-1]]
 
     def _traffic(self, widest: typing.Any, total: typing.Any) -> typing.Any:
-        """What a device receives, as a share of the key columns of all others.
-
-        widest: the sum over distances of the most that one receives; total: what all receive
-        """
+        """The share of the others' key columns that a device receives; `widest`: the most of each distance, summed."""
         return (widest + total / self.search.devices) / (2 * max(self.search.others, 1e-30))
 
     def _set_traffic(self, traffic: float) -> None:

@@ -291,11 +291,7 @@ def on_xla(plan: KernelPlan, target: Target, refusals: tuple[tuple[str, str], ..
 
 
 def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | None:
-    """Why the backend `name` cannot run the plan on the target, in a sentence; None if it can.
-
-    named   whether the call names the backend. If it does not, kernels are never simulated, and kernels are refused for
-            a GPU or TPU of unknown kind, because they may not run on it.
-    """
+    """Why the backend `name`, which the call may have named, cannot run the plan on the target; None if it can."""
     if name in PLATFORMS:
         platform, hardware = PLATFORMS[name]
         if plan.options.interpret and not named:
@@ -303,7 +299,7 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
         if target.platform != platform and not plan.options.interpret:
             advice = " Pass kernel_options=KernelOptions(interpret=True) to simulate it." if named else ""
             return f"{name} runs on {hardware}; this call is for the platform {target.platform}.{advice}"
-        if target.platform == platform and target.kind is None and not named:
+        if target.platform == platform and target.kind is None and not named:  # kernels may not run on that kind
             return (
                 f"The program is lowered for the platform {platform} without a device, so its kind is unknown. Lower "
                 f"it with arguments or a mesh on such a device or on its topology, or pass implementation={name!r}."

@@ -122,11 +122,8 @@ def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
 
 
 def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
-    """Upper bounds of the number of blocks in a row of the new (partial, full) lists.
-
-    `partial` and `full` are widths of the old lists, `rows` and `columns` what `_covered` returns. Each entry of an old
-    row yields at most as many entries as there are new blocks that overlap its old block.
-    """
+    """Upper bounds of the widths of the new (partial, full) lists; `rows` and `columns` are what `_covered` returns."""
+    # an entry of an old row yields at most as many entries as new blocks overlap its old block
     _, overlaps = np.unique(np.concatenate([np.unique(n) for n in columns] or [columns[:0, 0]]), return_counts=True)
     overlap = int(overlaps.max(initial=0))
     most = len(columns)

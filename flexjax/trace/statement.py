@@ -183,9 +183,7 @@ BITS = {ast.BitAnd: "&", ast.BitOr: "|"}
 
 
 def _binds_tighter(node: ast.AST) -> ast.BinOp | None:
-    """The first operand of a chain of comparisons, inside of it, that is a & b or a | b: Python reads a <= b & c < d as
-    a <= (b & c) < d.
-    """
+    """The first inner operand of a chain that is a & b or a | b: Python reads a <= b & c < d as a <= (b & c) < d."""
     inner = node.comparators[:-1] if isinstance(node, ast.Compare) else []
     return next((x for x in inner if isinstance(x, ast.BinOp) and type(x.op) in BITS), None)
 

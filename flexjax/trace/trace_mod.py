@@ -389,11 +389,7 @@ def _no_attribute(error: AttributeError) -> str:
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> tuple[jex_core.ClosedJaxpr, dict[int, jax.Array]]:
-    """Calls `mod` on tracers, in the copy that lift_numpy makes; returns its jaxpr and its split arrays.
-
-    If the copy raises TypeError, as where a function does not take a View, `mod` itself is called with its arrays as
-    they are. If that cannot index its arrays either, the first error is raised.
-    """
+    """Calls `mod` on tracers, in the copy that lift_numpy makes; returns its jaxpr and its split arrays."""
     lifted, split = lift_numpy(mod)
     try:
         return _fresh_jaxpr(lifted, avals), split
@@ -405,9 +401,9 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> tuple[jex_cor
             raise ModError(f"it returns a value of type {kind}; {advice}.") from error
         if lifted is mod:
             raise
-        first = error
+        first = error  # as where a function does not take a View
     try:
-        return _fresh_jaxpr(mod, avals), {}
+        return _fresh_jaxpr(mod, avals), {}  # with the arrays as they are
     except TypeError:
         raise first from None
 

@@ -134,9 +134,7 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
 
 
 def _refuses_programs(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot evaluate score_mod, mask_mod or dropout, in a sentence about the first; None if they
-    can.
-    """
+    """Why the kernels cannot evaluate score_mod, mask_mod or dropout, in a sentence about the first."""
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
         reason = None if program is None else programs_support.unsupported(program)
         if reason:

@@ -217,9 +217,7 @@ def tile_lists(
 def _diagonals(
     plan: KernelPlan, shape: ListShape, row: jax.Array, column: jax.Array, starts: Starts | None
 ) -> jax.Array:
-    """The number of the list of each tile, for lists of diagonals, which count from 0 for the tile of the first row and
-    the last column.
-    """
+    """The number of the list of each tile, for lists of diagonals: 0 for the first row and the last column."""
     if shape.whole is None:
         return (row - column + shape.columns - 1) * shape.period + row % shape.period
     row, column = (
@@ -265,18 +263,14 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
 
 
 def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
-    """What each visit adds to the number b * N + h of the first head of its list, int32 of `shape` [batch, heads,
-    visits].
-    """
+    """What each visit adds to the number b * N + h of the first head of its list, int32 [batch, heads, visits]."""
     b = np.arange(shape[0], dtype=np.int32)[:, None, None] * (plan.q_heads * merged[0])
     h = np.arange(shape[1], dtype=np.int32)[:, None] * int(merged[1])
     return np.broadcast_to(b + h, shape)  # pyright: ignore[reportReturnType]
 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
-    """[batch, heads, visits] with the axes that are joined folded into the last, batch entries before heads before
-    visits.
-    """
+    """[batch, heads, visits] with the axes that are joined folded into the last, batch entries first."""
     batch, heads, _ = x.shape
     if merged == (True, False):
         x = x.transpose(1, 0, 2)

@@ -65,16 +65,9 @@ def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> di
             continue
         changes = [_change_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _change_of_op(step, changes) if isinstance(step, ir.Op) else _unchanged(changes)
+            unchanged = 0 if all(g == 0 for g in changes) else None
+            known[out.id] = _change_of_op(step, changes) if isinstance(step, ir.Op) else unchanged
     return known
-
-
-def _unchanged(changes: list[int | None]) -> int | None:
-    """0 where no argument changes, None where one may.
-
-    changes   those of the arguments, None where unknown
-    """
-    return 0 if all(g == 0 for g in changes) else None
 
 
 def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:

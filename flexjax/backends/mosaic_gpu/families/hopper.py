@@ -73,9 +73,7 @@ class Hopper:
         return paired([] if self.decodes(plan) else self._forward_candidates(plan), backward)
 
     def _forward_candidates(self, plan: KernelPlan) -> list[tuple[int, int, int]]:
-        """(block_q, block_kv, stages). Those of three consumer warpgroups on their own mask blocks come before those on
-        the mask's.
-        """
+        """(block_q, block_kv, stages). Those of three consumer warpgroups on mask blocks of their own come first."""
         tiles, own = (
             forward_hopper_tiles.forward_candidates(kernel_plan(plan, self)),
             hopper_three_groups.mask_blocks(plan),

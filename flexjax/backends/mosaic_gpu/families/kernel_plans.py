@@ -66,9 +66,7 @@ def backward_steps(plan: KernelPlan, family: Family) -> Steps:
 
 
 def _in_blocks(given: KernelPlan, family: Family, backward: bool = False) -> tuple[Rewriting, Rewriting, Rewriting]:
-    """From the call of a plan whose keys are not gathered yet: to known lists, blocks that the kernels of the pass
-    visit, no lengths.
-    """
+    """To known lists, blocks that the kernels of the pass visit, no lengths; `given`: its keys are not gathered yet."""
     visited, of_lengths = kernel_blocks(given, family, backward), lengths_blocks(given, family, backward)
     return (
         _known_lists,
@@ -84,9 +82,7 @@ def _known_lists(plan: KernelPlan) -> Rewrite | None:
 
 
 def _read_in_pages(plan: KernelPlan) -> Rewrite | None:
-    """The call whose keys the forward kernel reads in pages although they have 8 bits, or are contiguous; None for
-    others.
-    """
+    """For keys that the forward kernel reads in pages although they have 8 bits, or are contiguous."""
     if choose_kernel.widens_pools(plan):
         return pages.widened_pools(plan)
     if choose_kernel.views_as_pages(plan):

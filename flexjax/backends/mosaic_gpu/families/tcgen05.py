@@ -77,13 +77,9 @@ class Tcgen05(Mma):
 
 
 def _queries_of_cta(plan: KernelPlan) -> int:
-    """Queries of a CTA of the forward kernel: of two tiles, or of one.
-
-    One tile if block_q asks for it, and without block_q for few queries, for a block mask from user lists, because
-    larger blocks would look up the class of the old block for each entry, and for several runs of queries that are no
-    multiples of two tiles long.
-    """
+    """Queries of a CTA of the forward kernel: of two tiles, or of one."""
     origin, options, both = plan.origin, plan.options, 2 * TMEM_LANES
+    # blocks larger than those of user lists would look up the class of the old block for each entry
     one_tile = plan.q_len <= TMEM_LANES or (plan.blocks is not None and plan.blocks.from_user_lists)
     if origin is not None and origin.query_runs > 1 and origin.query_run % both:
         one_tile = True

@@ -77,9 +77,7 @@ def _is_pair_bias(load: Load) -> bool:
 
 
 def _entries(plan: KernelPlan) -> int:
-    """An upper bound of the entries of the attention matrix, over batch and heads, that are visited: with a block mask
-    by the widths of its lists.
-    """
+    """An upper bound of the entries of the attention matrix, over batch and heads, that are visited."""
     keys = plan.kv_len
     if plan.blocks is not None:
         keys = min(keys, (plan.blocks.partial + plan.blocks.full) * plan.blocks.block_kv)

@@ -290,11 +290,9 @@ class QueryTile(QueryRows[ForwardTile]):
             wait()
 
     def _scores_alone(self, n: Scalar) -> jax.Array:
-        """Q K^T of step n, [rows, block_kv] float32 without scale; ends the warpgroup's turn.
+        """Q K^T of step n, [rows, block_kv] float32 without scale; ends the turn. The caller releases the key slot."""
 
-        The keys must have arrived, no other WGMMA of this warpgroup is in flight, and the caller releases the key slot.
-        """
-
+        # the keys have arrived, and no other WGMMA of this warpgroup is in flight
         def product(acc: Ref) -> jax.Array:
             self._multiply(acc, self._query_operand(), self._transposed_keys(self._key_slot(n)))
             self.setup.ping_pong.signal(self.group)
@@ -328,10 +326,7 @@ class QueryTile(QueryRows[ForwardTile]):
         return tuple(x.transpose((1, 0)) for x in parts) if self.setup.tile.float8 else parts
 
     def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
-        """Issues the WGMMAs of acc += left @ right, for each pair of parts, and does not wait for them.
-
-        Before the caller has waited, `acc` must not be read, and the operands must not be overwritten.
-        """
+        """Issues the WGMMAs of acc += left @ right, for each pair of parts, and does not wait for them."""
         for a, b in pairs_of(self.setup.tile.parts):
             # Accumulators have a class of their own.
             plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]

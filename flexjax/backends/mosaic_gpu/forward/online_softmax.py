@@ -176,11 +176,8 @@ class Softmax:
         return before + thread_tiles.partial_row_sums(p)
 
     def _fraction(self, row_term: jax.Array) -> jax.Array:
-        """[rows], from -1 to 0: `row_term` * log2(e) less that number rounded up, and 0 where it is infinite or NaN.
-
-        With `whole_powers` it is part of the exponent, so that what `finish` adds to the reference is an integer:
-        `row_term` counts from the first row of a tile, and tiles of other kernels begin at other rows.
-        """
+        """[rows], from -1 to 0: `row_term` * log2(e) less itself rounded up; 0 where it is infinite or NaN."""
+        # in the exponent, so that `finish` adds an integer: `row_term` counts from a tile's first row, kernels differ
         power = row_term * f32(LOG2E)
         return tile_math.power_below(power, tile_math.rounded_up(power))
 

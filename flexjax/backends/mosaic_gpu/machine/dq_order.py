@@ -90,11 +90,8 @@ def heads_side_by_side(plan: KernelPlan) -> int:
 
 
 def _upward_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int) -> DqOrder:
-    """The upward order for a causal-like mask: rank 0 is the last key tile, and each CTA begins at its own diagonal.
-
-    CTAs that start together do not wait for each other, but the longest start last, and SMs idle half as long as they
-    run.
-    """
+    """The upward order for a causal-like mask: rank 0 is the last key tile, and each CTA begins at its own diagonal."""
+    # no CTA waits for one that starts with it, but the longest start last: SMs idle half as long as they run
     steps = float(q_tiles * plan.group)
     time = max(steps, plan.batch * plan.kv_heads * kv_tiles * steps * 0.5 / REFERENCE_SMS)
     return DqOrder(heads, 1, downward=False, delay=0.5 * steps / time)
