@@ -98,8 +98,8 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             q, k, v = (backend.convert_to_tensor(x) for x in (query, key, value))
             mask = given.get("attention_mask")
             mask = None if mask is None else backend.convert_to_tensor(mask)
-            if mask is not None and mask.ndim == 3:  # [B, T, S], also where T is the number of heads
-                mask = mask[:, None]
+            if mask is not None and mask.ndim < 4:  # [B, T, S] or [T, S]; T may be heads or batch
+                mask = mask[:, None] if mask.ndim == 3 else mask[None, None]
             is_causal = given.get("use_causal_mask", False)
             flash = getattr(self, "_flash_attention")  # noqa: B009
             return attend(q, k, v, None, mask, getattr(self, scale), is_causal, None, dropout, flash), None

@@ -77,7 +77,10 @@ def layers() -> list[keras.layers.Layer]:
 def test_layers(layer: keras.layers.Layer) -> None:
     x = jax.random.normal(jax.random.key(1), (BATCH, TOKENS, 16))
     mask = np.asarray(MASK[:, 0, :, :TOKENS])
-    run = lambda: (layer(x, x, use_causal_mask=True), layer(x, x, attention_mask=mask))
+    short, square = x[:, :BATCH], np.tril(np.ones((BATCH, BATCH), bool))  # [T, S] as long as the batch
+    run = lambda: (
+        layer(x, x, use_causal_mask=True), layer(x, x, attention_mask=mask), layer(short, short, attention_mask=square)
+    )  # fmt: skip
     theirs = run()
     calls = []
     with flexjax.nn.keras.install():
