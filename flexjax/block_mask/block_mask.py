@@ -33,7 +33,7 @@ class BlockMask(Parts):
     A block is partial (the mask decides each entry), full (all entries are visible) or empty (in neither list, never
     visited). `create_block_mask` and `BlockMask.from_kv_blocks` make one. Where dataclasses.replace gives other lists,
     the lists decide, in any order; such a mask is another kind of pytree, so the branches of lax.cond and the carry of
-    a loop need one kind.
+    a loop need one kind. Lists exchanged as leaves of the pytree (jax.tree.map) count as made, and do not decide.
     """
 
     @classmethod
