@@ -29,7 +29,8 @@ def integer(call: str, name: str, value: object, least: int | None, advice: str)
         wanted = "an int" if least is None else f"an int of at least {least}"
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
     if abs(number) > LARGEST:
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of at most {LARGEST}. {advice}")
+        bound = f"at least {-LARGEST}" if number < 0 else f"at most {LARGEST}"
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of {bound}. {advice}")
     return number
 
 

@@ -98,8 +98,8 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             q, k, v = (backend.convert_to_tensor(x) for x in (query, key, value))
             mask = given.get("attention_mask")
             mask = None if mask is None else backend.convert_to_tensor(mask)
-            if mask is not None and mask.ndim < 4:  # [B, T, S] or [T, S]; T may be heads or batch
-                mask = mask[:, None] if mask.ndim == 3 else mask[None, None]
+            while mask is not None and mask.ndim < 4:  # [B, T, S] or [T, S]; T may be heads or batch
+                mask = jnp.expand_dims(mask, -3)
             is_causal = given.get("use_causal_mask", False)
             flash = getattr(self, "_flash_attention")  # noqa: B009
             return attend(q, k, v, None, mask, getattr(self, scale), is_causal, None, dropout, flash), None
@@ -142,10 +142,10 @@ def _attention(
     sizes = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     parts: list[MaskMod] = [causal] if is_causal else []
     if mask is not None:
-        parts.append(broadcast_lookup("mask", _four_axes(mask, sizes[1]).astype(jnp.bool_), sizes))
+        parts.append(broadcast_lookup("mask", _four_axes(mask, sizes).astype(jnp.bool_), sizes))
     added: ScoreMod | None = None
     if bias is not None:
-        look_up = broadcast_lookup("bias", _four_axes(bias, sizes[1]), sizes)
+        look_up = broadcast_lookup("bias", _four_axes(bias, sizes), sizes)
         added = lambda score, *at: score + look_up(*at).astype(score.dtype)
     # as in splash attention, the cap comes before the bias
     capped = Placed(function="keras.ops.dot_product_attention", heads=sizes[1]).score_mod(soft_cap, None)
@@ -163,10 +163,15 @@ def _attention(
     )
 
 
-def _four_axes(array: Array, heads: int) -> Array:
-    """Keras's bias or mask as [B, N, T, S], from [B, S], [B, T, S], or [B, N, S] where the second axis counts heads."""
+def _four_axes(array: Array, sizes: tuple[int, int, int, int]) -> Array:
+    """Keras's bias or mask as [B, N, T, S]: axes are missing in front, as jax.nn reads it, or, where that does not fit
+    `sizes`, it is [B, S] or [B, N, S], as Keras's own fallback does.
+    """
+    if array.ndim not in (2, 3):
+        return array
+    front = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    if all(n in (1, size) for n, size in zip(front.shape, sizes, strict=True)):
+        return front
     if array.ndim == 2:
         return array[:, None, None]
-    if array.ndim == 3 and array.shape[1] == heads:
-        return array[:, :, None]
-    return array[:, None] if array.ndim == 3 else array
+    return array[:, :, None] if array.shape[1] == sizes[1] else array[:, None]

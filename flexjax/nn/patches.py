@@ -13,15 +13,19 @@ class Installed:
 
     with handle:   puts the library's own functions back at the end of the block
     uninstall()    puts them back now; a second call does nothing
+    RuntimeError   what took their place has been replaced since, so that putting them back would undo that
     """
 
     def __init__(self, replacements: Sequence[Replacement]) -> None:
-        self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+        self._before = [(owner, name, getattr(owner, name), new) for owner, name, new in replacements]
         for owner, name, new in replacements:
             setattr(owner, name, new)
 
     def uninstall(self) -> None:
-        for owner, name, old in reversed(self._before):
+        for owner, name, _, new in self._before:
+            if getattr(owner, name) is not new:
+                raise RuntimeError(f"`{name}` was replaced again after this install(). Uninstall the later one first.")
+        for owner, name, old, _ in reversed(self._before):
             setattr(owner, name, old)
         self._before = []
 

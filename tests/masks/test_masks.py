@@ -648,6 +648,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "`chunked`: `chunk` is 2147483648; expected an int of at most 2147483647. It counts the tokens of a chunk.",
     ),
     (
+        lambda: masks.causal_offset(-(2**31)),
+        "`causal_offset`: `offset` is -2147483648; expected an int of at least -2147483647. "
+        "Pass one int, or one per batch entry.",
+    ),
+    (
         lambda: masks.causal_offset(True),
         "`causal_offset`: `offset` is True; expected an int. Pass one int, or one per batch entry.",
     ),

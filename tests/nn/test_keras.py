@@ -47,6 +47,8 @@ def value_and_gradients(**options: object) -> object:
         {"mask": MASK, "bias": BIAS},
         {"mask": MASK[:, :1, :1]},
         {"bias": BIAS[:1], "flash_attention": False},
+        {"mask": MASK[0, 0], "bias": BIAS[0, 1]},
+        {"mask": MASK[0]},
     ],
 )
 def test_same_numbers_and_gradients(options: dict[str, object]) -> None:
@@ -139,3 +141,26 @@ def test_other_axes_are_refused(installed: None) -> None:
         match=re.escape("`query` is of shape (7, 4, 8); expected 4 dims, [B, tokens, heads, dim]. Reshape it."),
     ):
         keras.src.backend.nn.dot_product_attention(Q[0], K, V)
+
+
+def test_of_two_installs_the_later_one_ends_first() -> None:
+    own = keras.src.backend.nn.dot_product_attention
+    first, second = flexjax.nn.keras.install(), flexjax.nn.keras.install()
+    why = "`dot_product_attention` was replaced again after this install(). Uninstall the later one first."
+    with pytest.raises(RuntimeError, match=re.escape(why)):
+        first.uninstall()
+    second.uninstall()
+    first.uninstall()
+    assert keras.src.backend.nn.dot_product_attention is own
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_mask_without_a_batch_is_one_of_all_entries(heads: int) -> None:
+    """As many tokens as batch entries and heads, so that nothing but the rule tells the axes apart."""
+    q = jax.random.normal(jax.random.key(2), (3, 3, heads, DIM))
+    mask, bias = jnp.tril(jnp.ones((3, 3), bool)), jax.random.normal(jax.random.key(3), (3, 3))
+    asked = [dict(mask=mask), dict(bias=bias), dict(mask=jnp.stack([mask] * heads))]
+    run = lambda: [keras.ops.dot_product_attention(q, q, q, **words) for words in asked]
+    theirs = run()
+    with flexjax.nn.keras.install():
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), run(), theirs)
