@@ -41,6 +41,8 @@ class Choice:
     tolerance: float
     block: int = BLOCK
     bound: float | None = None
+    # of queries, keys, parameters and all scores; float64 under jax.enable_x64
+    dtype: str = "float32"
 
     @functools.cached_property
     def run(self) -> Callable:
@@ -59,7 +61,8 @@ class Choice:
                 (q_len, kv_len, self.block, self.block),
                 self.tolerance,
                 dim**-0.5,
-                rounding_of("float32", "highest", dim),
+                rounding_of(self.dtype, "highest", dim),
+                self.dtype,
             )
             given = keep.Given(
                 score.arrays,
@@ -79,39 +82,50 @@ class Choice:
 
     @functools.cached_property
     def dense(self) -> Callable:
-        def entries(s: Any, params: Any) -> Any:
+        def entries(s: Any, params: Any, rows: Any) -> Any:
             score = jax.vmap(self.case.score(params), (0, None, None, None, 0))
             score = jax.vmap(jax.vmap(score, (0, None, None, 0, None)), (0, None, 0, None, None))
             mask = jax.vmap(jax.vmap(self.case.mask(params), (None, None, None, 0)), (None, None, 0, None))
-            at = (jnp.int32(0), *(jnp.arange(n, dtype=jnp.int32) for n in s.shape))
+            at = (jnp.int32(0), jnp.arange(s.shape[0], dtype=jnp.int32), rows, jnp.arange(s.shape[2], dtype=jnp.int32))
             return score(s, *at), jax.vmap(mask, (None, 0, None, None))(*at)
 
         return jax.jit(entries)
 
-    def __call__(self, case: Case) -> "Outcome":
+    def entries(self, case: Case, rows: np.ndarray, score: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(new scores, whether each is visible) of some rows, [H, rows, S], of the true products or of one score."""
+        heads, dim, kv_len = case.q.shape[1], case.q.shape[3], case.k.shape[2]
+        k = np.float64(case.k[0])
+        q = np.float64(case.q[0, :, rows]).transpose(1, 0, 2).reshape(k.shape[0], -1, dim)
+        s = (q @ k.transpose(0, 2, 1)).reshape(heads, len(rows), kv_len) * dim**-0.5
+        s = s if score is None else np.full_like(s, score)
+        s, on = (np.asarray(x) for x in self.dense(s.astype(self.dtype), case.params, np.int32(rows)))
+        return np.float64(s), on
+
+    def __call__(self, case: Case, rows: np.ndarray | None = None) -> "Outcome":
+        """What the choice takes out of the given rows, of all by default."""
+        rows = np.arange(case.q.shape[2]) if rows is None else rows
         kept, bound, visible = (np.asarray(x) for x in self.run(case.q, case.k, case.params, case.sinks))
-        (heads, q_len, dim), kv_len, b = case.q.shape[1:], case.k.shape[2], self.block
-        k = np.repeat(np.float64(case.k[0]), heads // case.k.shape[1], 0)
-        s64 = np.einsum("hqd,hkd->hqk", np.float64(case.q[0]), k) * dim**-0.5
-        s, on = (np.asarray(x) for x in self.dense(np.float32(s64), case.params))
-        s = np.where(on, np.float64(s), -np.inf)
-        gone = ~np.repeat(np.repeat(kept, b, 1)[:, :q_len], b, 2)[:, :, :kv_len]
-        sink = np.full((heads, 1, 1), -np.inf) if case.sinks is None else np.float64(case.sinks)[:, None, None]
+        s, on = self.entries(case, rows)
+        s = np.where(on, s, -np.inf)
+        gone = ~np.repeat(kept[:, rows // self.block], self.block, 2)[:, :, : s.shape[2]]
+        sink = np.full((s.shape[0], 1, 1), -np.inf) if case.sinks is None else np.float64(case.sinks)[:, None, None]
         top = np.maximum(s.max(-1, keepdims=True), sink)
         top = np.where(np.isfinite(top), top, 0)
         with np.errstate(all="ignore"):
             weights = np.exp(s - top)
             total = weights.sum(-1) + np.exp(sink - top)[..., 0]
             lost = np.where(total > 0, np.where(gone, weights, 0).sum(-1) / total, 0)
-        hides_nan = bool(np.isnan(np.where(gone, np.where(on, s, 0), 0)).any())
+        hides_nan = bool(np.isnan(np.where(gone & on, s, 0)).any())
         dead = bool((np.isfinite(s).any(-1) & ~(np.isfinite(s) & ~gone).any(-1)).any()) and case.sinks is None
         share = kept.sum() / max(1, visible.sum())
-        return Outcome(np.nan_to_num(lost), bound, hides_nan, dead, float(share), bool((gone & on).any()), kept)
+        return Outcome(
+            np.nan_to_num(lost), bound[:, rows], hides_nan, dead, float(share), bool((gone & on).any()), kept
+        )
 
 
 @dataclasses.dataclass
 class Outcome:
-    # [H, T]: what a row lost, and the bound of it that flexjax gives
+    # [H, rows]: what a row lost, and the bound of it that flexjax gives
     lost: np.ndarray
     bound: np.ndarray
     # a NaN left
@@ -175,27 +189,32 @@ def score_of(names: tuple[str, ...]) -> Callable[[Any], Callable]:
     return of
 
 
-def params_of(r: np.random.Generator, q_len: int, kv_len: int) -> dict[str, np.ndarray]:
-    """Slopes, gates, tables and masks of sizes over many decades."""
+def params_of(
+    r: np.random.Generator, q_len: int, kv_len: int, heads: int = H, of_pairs: bool = True
+) -> dict[str, np.ndarray]:
+    """Slopes, gates, tables and masks of sizes over many decades; without `of_pairs` no pair has an entry of its own."""
     size, most = 10.0 ** r.uniform(-2, 1.2), max(q_len, kv_len)
-    gates = -np.cumsum(np.abs(r.standard_normal((H, most))) * 10.0 ** r.uniform(-3, 1), 1)
+    gates = -np.cumsum(np.abs(r.standard_normal((heads, most))) * 10.0 ** r.uniform(-3, 1), 1)
     gates = r.standard_normal(gates.shape) * 10 if r.random() < 0.2 else gates
-    some = np.abs(r.standard_normal(H))
+    pairs = (q_len, kv_len) if of_pairs else (1, 1)
+    some = np.abs(r.standard_normal(heads))
     return dict(
-        slope=np.float32(np.abs(r.standard_normal(H)) * size), F=np.float32(gates),
-        table=np.float32(np.cumsum(r.standard_normal((H, q_len + most)), 1) * size),
-        t=np.float32(r.standard_normal(H) * 3 if r.random() < 0.3 else some),
-        kb=np.float32(r.standard_normal(most) * size), pair=np.float32(r.standard_normal((q_len, kv_len)) * size),
-        doc=np.int32(np.sort(r.integers(0, 5, most))), bool=r.random((q_len, kv_len)) < r.choice([0.02, 0.3, 0.97]),
+        slope=np.float32(np.abs(r.standard_normal(heads)) * size), F=np.float32(gates),
+        table=np.float32(np.cumsum(r.standard_normal((heads, q_len + most)), 1) * size),
+        t=np.float32(r.standard_normal(heads) * 3 if r.random() < 0.3 else some),
+        kb=np.float32(r.standard_normal(most) * size), pair=np.float32(r.standard_normal(pairs) * size),
+        doc=np.int32(np.sort(r.integers(0, 5, most))), bool=r.random(pairs) < r.choice([0.02, 0.3, 0.97]),
     )  # fmt: skip
 
 
 KINDS = ("normal", "aligned", "growing", "huge", "mean", "small", "cluster", "zero", "nan", "against", "underflow")
 
 
-def arrays_of(r: np.random.Generator, q_len: int, kv_len: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def arrays_of(
+    r: np.random.Generator, q_len: int, kv_len: int, kind: str, heads: tuple[int, int] = (H, M)
+) -> tuple[np.ndarray, np.ndarray]:
     """Queries and keys of a kind: what an attacker of the bound would choose."""
-    q, k = r.standard_normal((1, H, q_len, D)), r.standard_normal((1, M, kv_len, D))
+    q, k = r.standard_normal((1, heads[0], q_len, D)), r.standard_normal((1, heads[1], kv_len, D))
     if kind == "aligned":
         k[0, 0, int(r.integers(0, 20))] = 10.0 ** r.uniform(0, 1.7) * q[0, 0, -int(r.integers(1, 20))]
     if kind == "growing":
@@ -208,13 +227,13 @@ def arrays_of(r: np.random.Generator, q_len: int, kv_len: int, kind: str) -> tup
     if kind == "small":
         q *= 1e-3
     if kind == "cluster":
-        k = np.repeat(r.standard_normal((1, M, 8, D)) * 3, -(-kv_len // 8), 2)[:, :, :kv_len]
+        k = np.repeat(r.standard_normal((1, heads[1], 8, D)) * 3, -(-kv_len // 8), 2)[:, :, :kv_len]
     if kind == "zero":
         q[:, :, ::2] = 0
     if kind == "nan":
         k[0, 0, int(r.integers(0, kv_len))] = np.nan
     if kind == "against" and q_len == kv_len:
-        q = np.repeat(-k, H // M, 1) * r.uniform(0.1, 10)  # the row's own key is the worst of all
+        q = np.repeat(-k, heads[0] // heads[1], 1) * r.uniform(0.1, 10)  # the row's own key is the worst of all
     if kind == "underflow":
         q, k = q * 1e-25, k * 1e25  # the squares of q are 0 in float32, its products with k are not
     return np.float32(q), np.float32(k)
