@@ -160,7 +160,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     dtype = "bfloat16" if inputs.dtype == FLOAT8 else inputs.dtype
     precision, left_out = precision_name(arguments.precision, dtype), None
     if block_mask is not None and block_mask.claim is not None:
-        check_claim(block_mask.claim, arguments, inputs)
+        check_claim(block_mask.claim, arguments, inputs.sizes.head_dim, inputs.dtype)
     if tolerance is not None:
         left_out = skipped(arguments, inputs, tolerance, score, block_mask, origin, lengths, (scale, precision))
         block_mask = left_out.mask or block_mask

@@ -104,7 +104,7 @@ def check_call(arguments: Arguments, sizes: tuple[int, int, int, int], dtype: st
     return tolerance
 
 
-def check_claim(claim: Claim, arguments: Arguments, inputs: CheckedArrays) -> None:
+def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str) -> None:
     """Raises ValueError unless a call is the one for which its block mask was made with `tolerance`."""
     made = "made with tolerance for another"
     remake = "Make it with create_block_mask for this call, or pass tolerance= to flex_attention."
@@ -125,7 +125,7 @@ def check_claim(claim: Claim, arguments: Arguments, inputs: CheckedArrays) -> No
         )  # fmt: skip
     if digests_of(traced.arrays) != claim.digests:
         raise bad_argument("block_mask", f"{made} score_mod's captured numbers", "one for this call's", remake)
-    own, default = arguments.scale, 1.0 / math.sqrt(max(inputs.sizes.head_dim, 1))
+    own, default = arguments.scale, 1.0 / math.sqrt(max(head_dim, 1))
     given = None if isinstance(own, Array) else default if own is None else float(typing.cast(float, own))
     if given is None or given != (default if claim.scale is None else claim.scale):
         raise bad_argument("block_mask", f"{made} scale", "one for this call's", remake)
@@ -139,7 +139,7 @@ def check_claim(claim: Claim, arguments: Arguments, inputs: CheckedArrays) -> No
                 name, "given beside a block mask that was made with tolerance", "None",
                 "Pass tolerance= to flex_attention, which takes it.",
             )  # fmt: skip
-    if inputs.dtype == FLOAT8:
+    if dtype == FLOAT8:
         raise bad_argument(
             "block_mask", f"made with tolerance beside {FLOAT8} inputs", "one without", "Cast them to bfloat16."
         )

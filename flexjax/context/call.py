@@ -21,6 +21,7 @@ from flexjax.call.arguments import Arguments
 from flexjax.call.checks import both_masks
 from flexjax.call.expectations import functions_of
 from flexjax.call.prepare import PreparedCall, prepare
+from flexjax.call.tolerance import check_claim
 from flexjax.combine import and_masks
 from flexjax.context import axes as context_axes
 from flexjax.context.context_parallel import (
@@ -104,10 +105,10 @@ def build(context: object, given: Given) -> Built:
         raise both_masks()
     if functions_of(arguments.return_aux):
         raise NotImplementedError("A call with context= computes no expectations. Leave out context= or expectations.")
-    if arguments.tolerance is not None or getattr(block_mask, "claim", None) is not None:
+    if arguments.tolerance is not None:
         raise NotImplementedError(
-            "A call with context= takes no tolerance, nor a block mask that was made with one: which keys travel is "
-            "decided before their norms are known. Leave it out, or hide far keys by mask_mod."
+            "A call with context= takes no tolerance, because which keys travel is decided before their norms are "
+            "known. Make a block mask with create_block_mask(..., score_mod=, score_bound=, tolerance=)."
         )
     query, key, value = (jnp.asarray(values_of(x)) for x in (arguments.query, arguments.key, arguments.value))
     for name in ("query", "key", "value"):
@@ -130,6 +131,8 @@ def build(context: object, given: Given) -> Built:
     call = prepare(dataclasses.replace(arguments, mask_mod=None, block_mask=None, origin=placed.origin))
     if call.plan.options.invariant:
         raise NotImplementedError(invariant.refuses_parts("context"))
+    if isinstance(block_mask, BlockMask) and block_mask.claim is not None:
+        check_claim(block_mask.claim, given.arguments, call.plan.head_dim, call.plan.dtype)
     tokens = (None, None) if existing is not None else (placed.layout.q_len, placed.layout.kv_len)
     exact = (placed.origin.batch is None, placed.origin.head is None, True, True)
     reach = Reach((call.plan.batch, call.plan.q_heads, tokens[0], tokens[1]), exact)
@@ -267,7 +270,9 @@ def _planned(
             )
         mask_mod = of_whole
         with eager_if_known(mask):
-            classes = classes_of_lists(mask, *layout.block_size) if mask.lists_decide else None
+            # what was left out by tolerance is not in the mask's program either
+            listed = mask.lists_decide or mask.claim is not None
+            classes = classes_of_lists(mask, *layout.block_size) if listed else None
         if classes is not None and not isinstance(classes, core.Tracer):
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
     if existing is not None:

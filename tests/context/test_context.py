@@ -99,6 +99,17 @@ def test_communication_is_in_proportion_to_the_mask() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_that_tolerance_leaves_out_are_not_sent() -> None:
+    """A block of 16 keys and values of two heads of four features has 1024 bytes; a device has four of them."""
+    found = child("tolerance")["tolerance"]
+    assert found["distance"] < 1e-5
+    assert found["skipped"] == {"collective-permute": [1, 2 * 1024, 0]}  # 32 keys from the neighbour
+    assert found["whole"] == {"collective-permute": [7, 28 * 1024, 0]}
+    # the keys, which the backward pass has sent again, and their gradients
+    assert found["both passes"]["collective-permute"] == [3, 3 * 2048, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more_cases(name: str) -> None:
     assert_right(SLOW[name], child(name)[name])

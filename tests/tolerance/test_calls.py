@@ -506,8 +506,8 @@ def test_a_call_over_a_split_sequence_refuses() -> None:
     with refusal(NotImplementedError) as error:
         flexjax.flex_attention(Q, K, V, tolerance=1e-3, context=Mesh())  # type: ignore[arg-type]
     assert str(error.value) == (
-        "A call with context= takes no tolerance, nor a block mask that was made with one: which keys travel is decided "
-        "before their norms are known. Leave it out, or hide far keys by mask_mod."
+        "A call with context= takes no tolerance, because which keys travel is decided before their norms are known. Make a "
+        "block mask with create_block_mask(..., score_mod=, score_bound=, tolerance=)."
     )
 
 
