@@ -8,6 +8,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax.backends.reference.definition import reference_attention
 from flexjax.call import expectations, float8_scales
@@ -18,7 +19,7 @@ from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.call.tolerance import check_score_bound
 from flexjax.context import call as context_call
 from flexjax.context.context_parallel import ContextParallel
-from flexjax.errors import add_note_once, public
+from flexjax.errors import add_note_once, bad_argument, public
 from flexjax.ir.origin import indices_of
 from flexjax.mod_tools.settings import check_finite, own, users
 from flexjax.passes import dispatch
@@ -183,9 +184,11 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
     weights, return_aux = arguments.weights, arguments.return_aux
     out, statistic = results.out, results.lse
     if isinstance(weights, Weights) and weights.divisor is not None:
-        divisor = weights.divisor(statistic)
-        safe = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)[..., None]
-        out = jnp.where(divisor[..., None] == 0, 0, out.astype(statistic.dtype) / safe).astype(out.dtype)
+        zero = _divisor(weights, jax.lax.stop_gradient(statistic)) == 0
+        # the slope of a divisor such as a root is infinite there, and 0 times it no gradient
+        divisor = _divisor(weights, jnp.where(zero, jax.lax.stop_gradient(statistic), statistic))
+        safe = jnp.where(zero, jnp.ones_like(divisor), divisor)[..., None]
+        out = jnp.where(zero[..., None], 0, out.astype(statistic.dtype) / safe).astype(out.dtype)
     if return_aux is None:
         return out
     return out, AuxOutput(
@@ -195,6 +198,20 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
         None if results.expectations is None else expectations.named(return_aux, results.expectations),
         None if lost is None or not return_aux.lost else jax.lax.stop_gradient(lost),
     )
+
+
+def _divisor(weights: Weights, totals: Array) -> Array:
+    """The divisor of each row, in the shape of `totals`."""
+    assert weights.divisor is not None
+    given = weights.divisor(totals)
+    a_number = isinstance(given, Array | np.ndarray | np.generic | int | float)
+    shape = np.shape(given) if a_number else ()
+    of_rows = zip(reversed(shape), reversed(totals.shape), strict=False)
+    if not a_number or len(shape) > totals.ndim or any(n not in (1, rows) for n, rows in of_rows):
+        got = f"a function that returns {f'shape {shape}' if a_number else repr(given)}"
+        expected = f"a number for each total of shape {totals.shape}"
+        raise bad_argument("weights.divisor", got, expected, "Keep the axes of a reduction (keepdims=True).")
+    return jnp.broadcast_to(jnp.asarray(given), totals.shape)
 
 
 def _reference(call: PreparedCall, arguments: Arguments) -> Results:

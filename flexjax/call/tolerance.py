@@ -110,6 +110,11 @@ def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str) -
     remake = "Make it with create_block_mask for this call, or pass tolerance= to flex_attention."
     if arguments.score_mod is None or arguments.weights is not None:
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)
+    if arguments.kernel_options is not None and arguments.kernel_options.invariant:
+        raise bad_argument(
+            "block_mask", "made with tolerance, beside kernel_options.invariant", "one without",
+            "What a tile of queries skips depends on its other tokens.",
+        )  # fmt: skip
     if functions_of(arguments.return_aux):
         raise bad_argument(
             "return_aux.expectations", "given beside a block mask that was made with tolerance", "None",

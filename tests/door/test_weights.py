@@ -1,6 +1,7 @@
 """`weights=`: weights of values in place of a softmax. Its formula is in the table of cases; here is the contract around it."""
 
 import functools
+import re
 import typing
 from collections.abc import Callable
 
@@ -179,3 +180,47 @@ def test_what_is_no_weights() -> None:
         Weights(typing.cast(typing.Any, 3))
     with pytest.raises(ValueError, match=r"`weights.divisor` is 3; expected a function or None. See flexjax.Weights."):
         Weights(silu, typing.cast(typing.Any, 3))
+
+
+def test_the_gradient_where_the_slope_of_the_divisor_is_infinite() -> None:
+    """The root of a total of squares is 0, with an infinite slope, in rows whose scores are all negative."""
+    weights = Weights(lambda s, b, h, q, k: jax.nn.relu(s) ** 2, jnp.sqrt)
+
+    def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        w = jnp.maximum(jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, N // M, 2)) * D**-0.5, 0) ** 2
+        w = w * jnp.tril(jnp.ones((T, S)))
+        total = w.sum(-1, keepdims=True)
+        w = jnp.where(total > 0, w / jnp.sqrt(jnp.where(total > 0, total, 1)), 0)
+        return jnp.einsum("bnts,bsne->btne", w, jnp.repeat(v, N // M, 2))
+
+    ours = attend(weights=weights, mask_mod=masks.causal)
+    assert (dense(*arrays()) == 0).all(-1).any(), "no row of zeros"
+    for run in (ours, attend(weights=weights, mask_mod=masks.causal, implementation="reference")):
+        wanted = jax.grad(lambda *a: jnp.sin(dense(*a)).sum(), (0, 1, 2))(*arrays())
+        found = jax.grad(lambda *a, run=run: jnp.sin(run(*a)).sum(), (0, 1, 2))(*arrays())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+    _, tangent = jax.jvp(lambda q: ours(q, *arrays()[1:]), arrays()[:1], arrays()[:1])
+    assert jnp.isfinite(tangent).all()
+
+
+@pytest.mark.parametrize(
+    ("divisor", "got"),
+    [
+        (lambda t: t.mean(-1), f"shape {(B, T)}"),
+        (lambda t: jnp.ones((3, 1, T, 1)), f"shape {(3, 1, T, 1)}"),
+        (lambda t: None, "None"),
+    ],
+)
+def test_a_divisor_of_another_shape_is_refused(divisor: typing.Any, got: str) -> None:
+    sentence = (
+        f"`weights.divisor` is a function that returns {got}; expected a number for each total of shape {(B, T, N)}. "
+        "Keep the axes of a reduction (keepdims=True)."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        attend(weights=Weights(silu, divisor))(*arrays())
+
+
+@pytest.mark.parametrize("divisor", [lambda t: 6.0, lambda t: np.float32(6), lambda t: jnp.full((T, 1), 6.0)])
+def test_a_divisor_that_broadcasts(divisor: typing.Any) -> None:
+    found = attend(weights=Weights(silu, divisor))(*arrays())
+    np.testing.assert_allclose(found, attend(weights=silu)(*arrays()) / 6, atol=1e-6)

@@ -331,6 +331,11 @@ OTHER_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         SAME | dict(key_value_seq_lengths=jnp.asarray([3, 4])),
         "`key_value_seq_lengths` is given beside a block mask that was made with tolerance",
     ),
+    "the same bits": (
+        SAME | dict(kernel_options=flexjax.KernelOptions(invariant=True)),
+        "`block_mask` is made with tolerance, beside kernel_options.invariant; expected one without. "
+        "What a tile of queries skips depends on its other tokens.",
+    ),
     "extra": (
         SAME | dict(query_extra=EXTRA[0], key_extra=EXTRA[1]),
         "`query_extra` is given beside a block mask that was made with tolerance",
