@@ -142,7 +142,8 @@ class BlockMask(Parts):
         for axis in (3, 2, 1, 0):
             entries = jax.vmap(entries, in_axes=tuple(0 if i == axis else None for i in range(4)))
         on = entries(jnp.arange(b, dtype=jnp.int32), jnp.arange(h, dtype=jnp.int32), q, kv)
-        spread = lambda flags: flags[:, :, q // self.block_size[0]][:, :, :, kv // self.block_size[1]]
+        rows, columns = (np.arange(n) // size for n, size in zip((q_len, kv_len), self.block_size, strict=True))
+        spread = lambda flags: flags[:, :, rows][:, :, :, columns]  # known lists have flags of numpy, also under jit
         partial, full = self.flags()
         return (spread(partial) & on) | spread(full)
 

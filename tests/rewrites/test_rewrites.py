@@ -185,7 +185,7 @@ def in_float32(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operan
 def defined(plan: KernelPlan, operands: Operands) -> Results:
     """The results by the definition, in float32 whatever the dtypes are."""
     plan, operands = in_float32(plan, operands)
-    return Run(DenseBackend(), plan, CPU).forward(operands)
+    return jax.jit(Run(DenseBackend(), plan, CPU).forward)(operands)  # eagerly it is forty programs
 
 
 def computed(plan: KernelPlan, operands: Operands) -> Results:
