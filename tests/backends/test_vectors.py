@@ -181,7 +181,7 @@ def test_a_network_does_not_grow_with_its_width() -> None:
         assert traced.derivative is not None
         return [len(traced.program.steps), len(traced.derivative.steps)]
 
-    assert steps(12) == steps(300)
+    assert steps(12) == steps(40)
 
 
 # ------------------------------------------------------------------- block lists

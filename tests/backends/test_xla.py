@@ -26,5 +26,6 @@ class TestXla(Conformance):
         "test_gradients[pair_bias-bfloat16]", "test_gradients[chain-float32]", "test_gradients[long_query-float32]",
         "test_gradients[lengths-bfloat16]", "test_gradients[zero_lengths-float32]", "test_large_scores[float32-False-False]",
         "test_gradients[one_array_read_twice-float32]",
+        *(f"test_gradients[{name}-bfloat16]" for name in ("skipped", "random_entries", "chosen_blocks", "interpolated", "noise", "entropy", "sigmoid_weights")),
         "test_gradients[natten-float32]", "test_gradients[row_bias-float32]", "test_gradients[extra-float32]", "test_gradients[sinks-float32]",
     })  # fmt: skip

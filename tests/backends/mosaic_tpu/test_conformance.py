@@ -38,7 +38,7 @@ class TestMosaicTpu(Conformance):
         "test_vmap_over_inputs", "test_vmap_over_captures_of_the_mask", "test_checkpoint", "test_jvp", "test_second_order",
         "test_reverse_over_reverse", "test_dropout_follows_its_key", "test_eager_equals_jit", "test_vmap_over_block_masks",
         "test_gradient_of_vmap", "test_large_scores[float32-False-False]", "test_gradients[relative_bias-bfloat16]",
-        "test_gradients[extra-float32]", "test_gradients[sinks-bfloat16]", "test_gradients[lengths-bfloat16]",
+        "test_gradients[extra-float32]", "test_gradients[sinks-bfloat16]", "test_gradients[lengths-bfloat16]", "test_gradients[sigmoid_weights-bfloat16]",
         "test_gradients[by_batch_and_head-float32]",  # in test_kernels.py, with lists in chunks
         # run forward
         *(f"test_gradients[{name}-float32]" for name in everyday_forward - {"no_keys", "no_queries", "plain"}),
