@@ -37,11 +37,13 @@ TRAINED: dict[str, dict[str, int]] = {
     "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
     "train_chosen_blocks": {"length": 128, "block": 16, "keep": 3, "steps": 20, "width": 32},
     "train_sigmoid": {"length": 64, "steps": 40, "width": 32},
+    "train_meanflow": {"steps": 60, "width": 32, "batch": 32, "layers": 1, "samples": 64},
 }
 """Examples that train, with the arguments of a small run."""
 
 CLAIMS: dict[str, Callable[[dict[str, float]], bool]] = {
     "train_sigmoid": lambda got: got["sigmoid"] < got["softmax"] + 0.15 and got["moved"] > 1e-3,
+    "train_meanflow": lambda got: got["after"] < 0.7 * got["before"],
 }
 """What a small run shows besides a loss that falls."""
 
