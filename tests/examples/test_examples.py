@@ -37,12 +37,14 @@ TRAINED: dict[str, dict[str, int]] = {
     "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
     "train_chosen_blocks": {"length": 128, "block": 16, "keep": 3, "steps": 20, "width": 32},
     "train_sigmoid": {"length": 64, "steps": 40, "width": 32},
+    "train_recommender": {"events": 12, "candidates": 8, "steps": 400},
     "train_meanflow": {"steps": 60, "width": 32, "batch": 32, "layers": 1, "samples": 64},
 }
 """Examples that train, with the arguments of a small run."""
 
 CLAIMS: dict[str, Callable[[dict[str, float]], bool]] = {
     "train_sigmoid": lambda got: got["sigmoid"] < got["softmax"] + 0.15 and got["moved"] > 1e-3,
+    "train_recommender": lambda got: got["time"] > got["place"] + 0.05 and got["learned"] > 0.05,
     "train_meanflow": lambda got: got["after"] < 0.7 * got["before"],
 }
 """What a small run shows besides a loss that falls."""
@@ -84,7 +86,7 @@ def test_training_examples_learn(name: str, tmp_path: pathlib.Path):
     if name == "extrapolation":
         assert results["ALiBi beyond"] < 4.2  # 4.85 nats is where training begins
     else:
-        assert results["last"] < results["first"] - (0.01 if name == "vision_natten" else 0.15)
+        assert results["last"] < results["first"] - (0.01 if name in {"vision_natten", "train_recommender"} else 0.15)
     assert results.get("devices", 4) == 4
     assert results.get("apart", 0.0) < 1e-3
     assert CLAIMS.get(name, bool)(results), results
