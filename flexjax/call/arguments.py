@@ -1,11 +1,13 @@
 """The arguments of a call: their names, types and defaults, and the call as text."""
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable
 
 import jax
+import numpy as np
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.errors import bad_argument, unknown_keywords
@@ -167,13 +169,16 @@ def text_of_call(function: str, arguments: dict[str, object]) -> str:
     return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in arguments.items())})"
 
 
+_text_of_dtype = functools.lru_cache(maxsize=64)(str)  # numpy makes it anew each time
+
+
 def _describe(x: object) -> str:
     if isinstance(x, BlockMask):
         b, h, q_len, kv_len = x.shape
         return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
     if dtype is not None and shape is not None:
-        return f"{dtype}{list(shape)}"
+        return f"{_text_of_dtype(dtype) if isinstance(dtype, np.dtype) else dtype}{list(shape)}"
     if callable(x):
         return getattr(x, "__name__", type(x).__name__)
     text = repr(x)

@@ -70,6 +70,9 @@ class CheckedArrays:
     dtype: str
 
 
+NO_OPTIONS = KernelOptions()
+
+
 def check_options(return_aux: object, options: object) -> KernelOptions:
     """The argument kernel_options, or its default. Raises ValueError for it and for a `return_aux` of another type."""
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
@@ -80,7 +83,7 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
             "For example AuxRequest(lse=True).",
         )
     if options is None:
-        return KernelOptions()
+        return NO_OPTIONS
     if not isinstance(options, KernelOptions):
         raise bad_argument(
             "kernel_options",
@@ -130,15 +133,16 @@ def check_inputs(arguments: Arguments) -> CheckedArrays:
     q, k, v = (check_array(name, values_of(getattr(arguments, name))) for name in ("query", "key", "value"))
     dtype = q.dtype.name
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dtype.name not in DTYPES:
+        found = dtype if x.dtype == q.dtype else x.dtype.name  # numpy makes a name anew each time
+        if found not in DTYPES:
             raise bad_argument(
                 name,
-                f"{x.dtype.name}{list(x.shape)}",
+                f"{found}{list(x.shape)}",
                 f"one of {', '.join(DTYPES)}",
                 "Cast it, for example x.astype(jnp.float32).",
             )
-        if x.dtype.name != dtype:
-            raise bad_argument(name, f"of dtype {x.dtype.name}", f"{dtype}, that of query", "Cast them to one dtype.")
+        if found != dtype:
+            raise bad_argument(name, f"of dtype {found}", f"{dtype}, that of query", "Cast them to one dtype.")
         if x.ndim != 4:
             raise bad_argument(
                 name,

@@ -6,12 +6,14 @@ The steps: check the arrays, trace the mods, build or check the block mask, writ
 
 import dataclasses
 import functools
+import hashlib
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from flexjax.block_mask.block_mask import BlockMask
@@ -350,11 +352,11 @@ def _block_mask(
 _BLOCKS: Memo[BlockMask] = Memo(128)
 """Block masks that calls computed from mask_mod, without captured arrays."""
 MOST_BYTES = 1 << 18
-"""Bytes of the lists of a block mask that is kept in _BLOCKS."""
+"""Bytes of the lists of a block mask that is kept in _BLOCKS, and of captured arrays whose numbers are its key."""
 
 
 def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: tuple[object, ...]) -> BlockMask:
-    """`make()`, from the last call with the same program, captured array objects and sizes."""
+    """`make()`, from the last call with the same program and sizes, and the same captured arrays or equal ones."""
     arrays = traced.arrays
     if any(isinstance(x, Tracer) or x.is_deleted() for x in arrays):
         return make()
@@ -364,10 +366,32 @@ def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: 
     key = traced.program, tuple(map(id, arrays)), sizes, settings
     if (kept := _BLOCKS.get(key, arrays)) is not None:
         return dataclasses.replace(kept, captures=arrays)
-    made = make()
-    if made.on_host is not None and sum(x.nbytes for x in made.on_host) <= MOST_BYTES:
-        _BLOCKS.put(key, dataclasses.replace(made, captures=()), arrays)
-    return made
+    numbers = _numbers(arrays)
+    by_numbers = None if numbers is None else (traced.program, numbers, sizes, settings)
+    made = None if by_numbers is None else _BLOCKS.get(by_numbers)
+    if made is None:
+        made = make()
+        if made.on_host is None or sum(x.nbytes for x in made.on_host) > MOST_BYTES:
+            return made
+    kept = dataclasses.replace(made, captures=())
+    _BLOCKS.put(key, kept, arrays)
+    if by_numbers is not None:
+        _BLOCKS.put(by_numbers, kept)
+    return dataclasses.replace(made, captures=arrays)
+
+
+def _numbers(arrays: Sequence[Array]) -> tuple[object, ...] | None:
+    """The types of captured arrays and a digest of their numbers, by which block masks of equal arrays are the same;
+    None for none, for many numbers, and for arrays whose numbers this process or the host does not have.
+    """
+    if not arrays or sum(x.nbytes for x in arrays) > MOST_BYTES:
+        return None
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable for x in arrays):
+        return None
+    text = hashlib.sha256()
+    for x in arrays:  # classing blocks reads the numbers too
+        text.update(np.asarray(x).tobytes())
+    return (*map(jax.typeof, arrays), text.digest())
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

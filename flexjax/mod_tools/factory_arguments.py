@@ -7,7 +7,6 @@ A check takes the name of the factory (`call`), the name of the argument, its va
 import math
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -159,11 +158,11 @@ def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: st
 
 def _as_int(value: object) -> int | None:
     """`value` as an int by its `__index__`; None for a bool and for what has none."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)
-    except TypeError:  # a tracer, an array of floats or of several numbers
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # no integer, a tracer, an array of floats or of several numbers
         return None
 
 

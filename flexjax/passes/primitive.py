@@ -67,7 +67,8 @@ def make_primitive(
     @own
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
         """Evaluates the primitive outside of jit, by `simulated` for options.interpret, else by `compiled`."""
-        problem = dataclasses.replace(problem, plan=problem.plan.for_any_lists())
+        if (plan := problem.plan.for_any_lists()) is not problem.plan:
+            problem = dataclasses.replace(problem, plan=plan)
         # a jit that is disabled would bind the primitive again
         with jax.disable_jit(False):
             if problem.plan.options.interpret:

@@ -8,6 +8,7 @@ length, D head dim of query and key, E head dim of value, R dim of the extra fea
 
 import dataclasses
 import functools
+import operator
 import typing
 from collections.abc import Sequence
 
@@ -125,8 +126,7 @@ class KernelPlan:
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
         """What plans are compared by: the fields, floats as text, because 0.0 == -0.0 and NaN != NaN."""
-        values = (getattr(self, f.name) for f in dataclasses.fields(self))
-        return tuple(repr(x) if isinstance(x, float) else x for x in values)
+        return tuple([repr(x) if isinstance(x, float) else x for x in _fields_of(self)])
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.key == typing.cast(KernelPlan, other).key
@@ -203,6 +203,9 @@ class KernelPlan:
     def score_dtype(self) -> str:
         """Is "float64" for float64 inputs, "float32" for all others."""
         return "float64" if self.dtype == "float64" else "float32"
+
+
+_fields_of = operator.attrgetter(*(f.name for f in dataclasses.fields(KernelPlan)))
 
 
 class BlockLists(typing.NamedTuple):

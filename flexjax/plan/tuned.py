@@ -106,14 +106,16 @@ def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | No
 
 def cache_file() -> pathlib.Path | None:
     """The path of the user's file, which need not exist; None where FLEXJAX_CACHE_DIR is empty or there is no home."""
-    chosen = os.environ.get("FLEXJAX_CACHE_DIR")
+    return _cache_file(*map(os.environ.get, ("FLEXJAX_CACHE_DIR", "XDG_CACHE_HOME")), os.path.expanduser("~"))
+
+
+@functools.lru_cache(maxsize=8)  # asked in each call outside of jit
+def _cache_file(chosen: str | None, caches: str | None, home: str) -> pathlib.Path | None:
     if chosen is not None:
         return pathlib.Path(chosen) / "tuned.json" if chosen else None
-    home = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (pathlib.Path(home) if home else pathlib.Path.home() / ".cache") / "flexjax" / "tuned.json"
-    except RuntimeError:  # neither HOME nor an entry of the user
+    if not caches and home.startswith("~"):  # neither HOME nor an entry of the user
         return None
+    return (pathlib.Path(caches) if caches else pathlib.Path(home) / ".cache") / "flexjax" / "tuned.json"
 
 
 def read(path: str | os.PathLike[str]) -> Entries:

@@ -15,7 +15,7 @@ from flexjax.plan.rewrite import Rewrite
 
 def in_16_bits(plan: KernelPlan) -> KernelPlan:
     """The plan without `float8`."""
-    return dataclasses.replace(plan, float8=False)
+    return dataclasses.replace(plan, float8=False) if plan.float8 else plan
 
 
 def rewrite(plan: KernelPlan, why: str) -> Rewrite:

@@ -82,6 +82,79 @@ def test_new_arrays_of_a_ready_made_mask_are_not_traced_but_classified(traced: l
     np.testing.assert_array_equal(second, expected(mask_mod=masks.document(ids[1])))
 
 
+def test_equal_arrays_made_anew_are_not_classified(traced: list[str]) -> None:
+    ids, lengths = np.arange(T)[None] // 2, [5]
+    for make in (lambda: masks.document(ids), lambda: masks.padding(lengths), lambda: masks.document(lengths=[[3, 5]])):
+        first = attend(mask_mod=make())
+        before = len(traced)
+        np.testing.assert_array_equal(attend(mask_mod=make()), first)
+        assert traced[before:] == []
+
+
+def of_bytes(numbers: object) -> dict[str, object]:
+    """A mask of flexjax's own code, which captures the array: its program knows the type of the array, not the numbers."""
+    return {"mask_mod": masks.document(jnp.asarray(numbers))}
+
+
+def test_arrays_of_equal_bytes_and_other_types_are_not_mixed() -> None:
+    halves = np.array([[0, 0, 1, 1, 1, 2, 2, 2]], np.int32)
+    others = (
+        halves[:, ::-1].copy(), halves + 1, halves.astype(np.uint32), (-halves).astype(np.int32),
+        (-halves).astype(np.int32).view(np.uint32), halves.astype(np.int16), np.ones_like(halves),
+    )  # fmt: skip
+    attend(**of_bytes(halves))
+    for numbers in others:
+        kept = np.asarray(attend(**of_bytes(numbers)))
+        np.testing.assert_array_equal(kept, expected(**of_bytes(numbers)))
+    # the same bytes as two rows of 4 and as one of 8
+    short = flexjax.flex_attention(
+        *(x.reshape(2, 4, N, D) for x in (Q, K, V)), mask_mod=masks.document(halves.reshape(2, 4))
+    )
+    prepare._BLOCKS.clear()
+    again = flexjax.flex_attention(
+        *(x.reshape(2, 4, N, D) for x in (Q, K, V)), mask_mod=masks.document(halves.reshape(2, 4))
+    )
+    np.testing.assert_array_equal(short, again)
+
+
+def test_kept_blocks_belong_to_settings_and_sizes_of_the_call(traced: list[str]) -> None:
+    """Equal numbers under other settings of jax, on a mesh, in a transformation and for other lengths are classified
+    anew or computed there, with the results of a call that remembers nothing.
+    """
+    ids = np.arange(T)[None] // 2
+    make = lambda: masks.document(ids)
+    attend(mask_mod=make())
+    before = len(traced)
+    with jax.enable_x64(True):
+        attend(mask_mod=make())
+    assert "blocks" in traced[before:]
+    before = len(traced)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        attend(mask_mod=make())
+    assert "blocks" in traced[before:]
+    half = lambda: flexjax.flex_attention(Q[:, :4], K[:, :4], V[:, :4], mask_mod=masks.document(ids[:, :4]))
+    kept = np.asarray(half())
+    prepare._BLOCKS.clear()
+    np.testing.assert_array_equal(kept, half())
+    many = array(np.stack([ids, ids // 2]), jnp.int32)
+    mapped = jax.vmap(lambda ids: attend(mask_mod=masks.document(ids)))(many)
+    jitted = jax.jit(lambda ids: attend(mask_mod=masks.document(ids)))
+    for n in range(2):
+        want = expected(mask_mod=masks.document(many[n]))
+        np.testing.assert_allclose(mapped[n], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jitted(many[n]), want, rtol=1e-5, atol=1e-6)
+
+
+def test_large_arrays_and_keys_are_not_compared_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, key = array(np.arange(T), jnp.int32), jax.random.key(0)
+    assert prepare._numbers((small,)) == prepare._numbers((small + 0,))
+    assert prepare._numbers((small,)) != prepare._numbers((small, small))
+    assert prepare._numbers(()) is None
+    assert prepare._numbers((key,)) is None
+    monkeypatch.setattr(prepare, "MOST_BYTES", small.nbytes - 1)
+    assert prepare._numbers((small,)) is None
+
+
 def test_new_arrays_of_ready_made_mods_are_read() -> None:
     for make in (
         lambda n: {"mask_mod": masks.sliding_window(array([n, n + 1], jnp.int32))},
