@@ -37,6 +37,7 @@ TRAINED: dict[str, dict[str, int]] = {
     "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
     "train_chosen_blocks": {"length": 128, "block": 16, "keep": 3, "steps": 20, "width": 32},
     "train_sigmoid": {"length": 64, "steps": 40, "width": 32},
+    "long_context_tolerance": {"length": 1024, "short": 128, "steps": 25, "width": 64, "times": 1},
     "train_recommender": {"events": 12, "candidates": 8, "steps": 400},
     "train_meanflow": {"steps": 60, "width": 32, "batch": 32, "layers": 1, "samples": 64},
 }
@@ -44,6 +45,7 @@ TRAINED: dict[str, dict[str, int]] = {
 
 CLAIMS: dict[str, Callable[[dict[str, float]], bool]] = {
     "train_sigmoid": lambda got: got["sigmoid"] < got["softmax"] + 0.15 and got["moved"] > 1e-3,
+    "long_context_tolerance": lambda got: got["apart"] < 1e-6 and got["gradients"] < 1e-5 and got["share"] < 0.8,
     "train_recommender": lambda got: got["time"] > got["place"] + 0.05 and got["learned"] > 0.05,
     "train_meanflow": lambda got: got["after"] < 0.7 * got["before"],
 }
