@@ -1,6 +1,6 @@
 """Attacks on the proof of `tolerance=`: random programs, masks, heads, sinks, keys and tolerances against float64.
 
-python -m lab.tolerance_attack [CASES] [SEED]        default 10000 0; exit status 1 if a row lost more than it may
+python -m lab.tolerance_attack [CASES] [SEED] [MINUTES]     default 10000 0 60; exit status 1 if a row lost more than it may
 """
 
 import collections
@@ -13,14 +13,14 @@ DRAWS = 50
 """Cases of a scene, which is compiled once."""
 
 
-def main(cases: int, seed: int) -> int:
-    """Runs the cases; 1 if one breaks its tolerance."""
+def main(cases: int, seed: int, minutes: int) -> int:
+    """Runs the cases, as many as the minutes give; 1 if one breaks its tolerance."""
     from tests.tolerance.attack import Attack, Found, scene_of
 
     r, start = np.random.default_rng(seed), time.perf_counter()
     found: dict[str, list[Found]] = collections.defaultdict(list)
     broken, done, scenes = 0, 0, 0
-    while done < cases:
+    while done < cases and time.perf_counter() - start < 60 * minutes:
         scene, scenes = scene_of(r), scenes + 1
         attack = Attack(scene, r)
         with scene.x64:
@@ -35,10 +35,10 @@ def main(cases: int, seed: int) -> int:
     for kind, some in [*sorted(found.items()), ("all", everything)]:
         left, visited = sum(x.dropped for x in some), np.mean([x.share for x in some])
         print(f"| {kind} | {len(some)} | {left} | {visited:.2f} | {max(x.worst for x in some):.3g} |")
-    print(f"{done} cases of {scenes} programs, seed {seed}, {broken} broken, {time.perf_counter() - start:.0f} s")
+    print(f"{done} cases of {scenes} programs, seed {seed}, {broken} broken, {time.process_time():.0f} CPU s")
     return int(broken > 0)
 
 
 if __name__ == "__main__":
     numbers = [int(x) for x in sys.argv[1:]]
-    sys.exit(main(*(numbers + [10000, 0][len(numbers) :])))
+    sys.exit(main(*(numbers + [10000, 0, 60][len(numbers) :])))

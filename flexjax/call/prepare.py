@@ -48,6 +48,7 @@ from flexjax.plan.precision import precision_name
 from flexjax.plan.problem import After, Problem
 from flexjax.rewrites.pages import whole_pages
 from flexjax.rewrites.residues import residues_of
+from flexjax.tolerance.norms import PagedKeys
 from flexjax.trace.memo import Memo
 from flexjax.trace.trace_mod import TracedMod, check_function, trace_score_mod
 from flexjax.types import Layout, MaskMod, Origin, ScoreMod, Weights
@@ -91,7 +92,7 @@ class PreparedCall:
 class InPages(typing.NamedTuple):
     """Keys in pages: inputs.key and inputs.value are the pools, pages is int32 [B, n], each of `page` tokens.
 
-    cache_dtype and scales are those of quantised pools, else None.
+    cache_dtype and scales are those of quantised pools, else None. norms are the largest of the keys of each page.
     """
 
     inputs: CheckedArrays
@@ -99,6 +100,12 @@ class InPages(typing.NamedTuple):
     page: int
     cache_dtype: str | None
     scales: Scales | None
+    norms: Array | None = None
+
+    @property
+    def keys(self) -> PagedKeys:
+        scales = None if self.scales is None else self.scales.key
+        return PagedKeys(self.inputs.key, scales, self.pages, self.norms)
 
 
 def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCall:
@@ -113,7 +120,8 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     arguments, documents = by_documents(arguments, sizes.batch, sizes.q_len, sizes.kv_len)
     return_aux = arguments.return_aux
     weights = check_weights(arguments.weights, arguments.sinks, return_aux, inputs.dtype)
-    tolerance = check_call(arguments, inputs.sizes.of_indices, inputs.dtype)
+    paged_keys = None if in_pages is None else in_pages.keys
+    tolerance = check_call(arguments, inputs.sizes.of_indices, inputs.dtype, paged_keys)
     scale = _scale(arguments.scale, inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
     scales = float8_scales.of_call(arguments, inputs)
@@ -164,7 +172,8 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     if block_mask is not None and block_mask.claim is not None:
         check_claim(block_mask.claim, arguments, inputs.sizes.head_dim, inputs.dtype)
     if tolerance is not None:
-        left_out = skipped(arguments, inputs, tolerance, score, block_mask, origin, lengths, (scale, precision))
+        products = scale, precision
+        left_out = skipped(arguments, inputs, tolerance, score, block_mask, origin, lengths, products, paged_keys)
         block_mask = left_out.mask or block_mask
     plan = KernelPlan(
         **vars(inputs.sizes),
@@ -174,7 +183,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         score=None if score is None else score.program,
         mask=None if block_mask is None else block_mask.program,
         dropout=None if dropout is None else dropout.program,
-        blocks=None if block_mask is None else _layout(block_mask),
+        blocks=None if block_mask is None else _layout(block_mask, left_out is not None and left_out.mask is not None),
         has_sinks=inputs.sinks is not None,
         max_scores=return_aux is not None and return_aux.max_scores,
         options=options,
@@ -394,11 +403,17 @@ def _numbers(arrays: Sequence[Array]) -> tuple[object, ...] | None:
     return (*map(jax.typeof, arrays), text.digest())
 
 
-def _layout(mask: BlockMask) -> BlockLayout:
+def _layout(mask: BlockMask, thinned: bool) -> BlockLayout:
     batch, heads = mask.list_dims[:2]
     widths = (*mask.list_widths, *mask.transposed_widths)
     return BlockLayout(
-        batch, heads, *mask.block_size, *widths, from_user_lists=mask.lists_decide, known=_known_lists(mask)
+        batch,
+        heads,
+        *mask.block_size,
+        *widths,
+        from_user_lists=mask.lists_decide,
+        known=_known_lists(mask),
+        thinned=thinned or mask.claim is not None,
     )
 
 

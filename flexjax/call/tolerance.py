@@ -27,10 +27,11 @@ from flexjax.parallel.explicit_axes import split_of
 from flexjax.parallel.split import Split
 from flexjax.partition import explicit_names
 from flexjax.plan.kernel_plan import FLOAT8, Lengths
+from flexjax.rewrites.pages import whole_pages
 from flexjax.tolerance.checks import check_bound, check_tolerance
 from flexjax.tolerance.claim import Claim, digests_of
 from flexjax.tolerance.keep import Given, Spec, compiled, kept
-from flexjax.tolerance.norms import rounding_of
+from flexjax.tolerance.norms import PagedKeys, rounding_of
 from flexjax.tolerance.static import why_nothing
 from flexjax.trace.memo import Memo
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
@@ -70,7 +71,9 @@ class Skipped(typing.NamedTuple):
         return jnp.abs(score) - limit * (1 + 2.0**-18)
 
 
-def check_call(arguments: Arguments, sizes: tuple[int, int, int, int], dtype: str) -> float | None:
+def check_call(
+    arguments: Arguments, sizes: tuple[int, int, int, int], dtype: str, pages: PagedKeys | None = None
+) -> float | None:
     """The tolerance of a call, None without. Raises ValueError for what does not go beside it, or goes without it."""
     aux = arguments.return_aux
     if arguments.tolerance is None:
@@ -96,7 +99,18 @@ def check_call(arguments: Arguments, sizes: tuple[int, int, int, int], dtype: st
             "tolerance", "given beside a block mask that was made with tolerance", "None",
             "The block mask has left out what may go.",
         )  # fmt: skip
-    if arguments.score_bound is None and sizes[2] <= FEW_QUERIES < sizes[3]:
+    if pages is not None:
+        if arguments.score_bound is None and pages.norms is None:
+            raise bad_argument(
+                "score_bound", "None for keys in pages without norms", "a number beside tolerance",
+                "Or make the cache with paged.empty(..., norms=True): `append` then keeps the norms of each page.",
+            )  # fmt: skip
+        if arguments.score_bound is not None and getattr(arguments.score_bound, "shape", ()) != ():
+            raise bad_argument(
+                "score_bound", f"of shape {arguments.score_bound.shape}", "one number for keys in pages",  # type: ignore[union-attr]
+                "Blocks of pages follow from the table.",
+            )  # fmt: skip
+    elif arguments.score_bound is None and sizes[2] <= FEW_QUERIES < sizes[3]:
         raise bad_argument(
             "score_bound", f"None for {sizes[2]} queries and {sizes[3]} keys", "a number beside tolerance",
             "Norms of all keys would take as long as the call. |scale * query . key| is at most score_bound.",
@@ -159,13 +173,15 @@ def skipped(
     origin: OriginTable | None,
     lengths: Lengths | None,
     products: tuple[float, str],
+    pages: PagedKeys | None = None,
 ) -> Skipped:
     """The block mask of the call without what provably holds at most `tolerance` of each row.
 
     `score` is the traced score_mod at the origin of the call, `products` the scale and the name of the precision.
     """
     sizes, score_dtype = inputs.sizes, "float64" if inputs.dtype == "float64" else "float32"
-    block_size = (DEFAULT_BLOCK, DEFAULT_BLOCK) if block_mask is None else block_mask.block_size
+    block_kv = DEFAULT_BLOCK if pages is None else whole_pages(pages.pool.shape[1], DEFAULT_BLOCK)
+    block_size = (DEFAULT_BLOCK, block_kv) if block_mask is None else block_mask.block_size
     counts = cdiv(sizes.q_len, block_size[0]), cdiv(sizes.kv_len, block_size[1])
     bound = check_bound(arguments.score_bound, (sizes.batch, sizes.q_heads, *counts))
     kinds = {"bound": bound, "whole": block_mask, "block_size": block_size}
@@ -183,7 +199,8 @@ def skipped(
         sizes=(sizes.q_len, sizes.kv_len, block_size[0], block_size[1]),
         tolerance=tolerance,
         scale=scale,
-        rounding=rounding_of(inputs.dtype, precision, dim),
+        # quantised keys are rounded to the dtype of queries before the product
+        rounding=rounding_of(inputs.dtype, precision, dim) + (2.0**-7 if pages and pages.scales is not None else 0.0),
         dtype=score_dtype,
         origin=None if origin is None else origin.layout,
         lists_decide=block_mask is not None and block_mask.lists_decide,
@@ -201,10 +218,15 @@ def skipped(
         lengths=(None, None) if lengths is None else (lengths.query, lengths.key),
         starts=None if origin is None else origin.starts,
     )
-    if _keeps_all_at_zero(spec, given):
+    # of pages, lengths and tables are new in each call
+    if pages is None and _keeps_all_at_zero(spec, given):
         return nothing("Where all scores are 0 no block goes, so that none is left out.")
     asked = given
-    if sizes.q_len > FEW_QUERIES or sizes.kv_len <= FEW_QUERIES:
+    if pages is not None:
+        if pages.norms is not None:
+            query = _heads_first(inputs.query, inputs, arguments.layout, given.lengths[0])
+            given = given._replace(query=(query,), pages=jax.tree.map(jax.lax.stop_gradient, pages))
+    elif sizes.q_len > FEW_QUERIES or sizes.kv_len <= FEW_QUERIES:
         parts = lambda *xs: tuple(x for x in xs if x is not None)
         first = functools.partial(_heads_first, inputs=inputs, layout=arguments.layout)
         given = given._replace(

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from flexjax.errors import bad_argument, kind_of, public
 from flexjax.mod_tools.numpy_arrays import unwrapped
 from flexjax.mod_tools.settings import own
+from flexjax.paged import page_norms
 from flexjax.paged.table import (
     Growth,
     PageTable,
@@ -46,17 +47,19 @@ class PagedCache:
 
     key, value   [P, page, M, D] and [P, page, M, E], bfloat16, float16, float32 or float64; or a `flexjax.Quantized` of
                  int8 or float8_e4m3fn with scales float32 [M] or [P, M]
+    norms        float32 [P, M], kept by `append`: no key of the page is longer; None: they are not kept
     """
 
     key: Array | Quantized
     value: Array | Quantized
+    norms: Array | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, unwrapped(getattr(self, field.name)))
 
 
-jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value"], meta_fields=[])
+jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value", "norms"], meta_fields=[])
 
 
 class Stored(typing.NamedTuple):
@@ -85,12 +88,14 @@ def empty(
     E: int | None = None,
     dtype: DTypeLike,
     scales: Scales | tuple[Scales, Scales] | None = None,
+    norms: bool = False,
 ) -> PagedCache:
     """A pool of P pages of `page` tokens, for M key heads of head dim D, all zeros.
 
     E        head dim of values; None: that of keys
     dtype    bfloat16, float16, float32 or float64; int8 or float8_e4m3fn stores quantised numbers
     scales   of a quantised pool: a number or float [M], or a pair (keys, values) of these. None: `append` chooses
+    norms    whether `append` keeps the largest norm of the keys of each page, which calls with `tolerance` read
 
     Raises ValueError for sizes that are no positive ints, a page that is no multiple of 8, and scales that do not fit.
     """
@@ -98,6 +103,9 @@ def empty(
     for name, number in (("P", P), ("M", M), ("D", D), ("E", value_dim)):
         check_positive(name, number)
     check_page("page", page)
+    if not isinstance(norms, bool):
+        raise bad_argument("norms", repr(norms), "a bool", "True keeps the largest norm of each page's keys.")
+    longest = jnp.zeros((P, M), jnp.float32) if norms else None
     name = _name_of(dtype)
     if name not in (*PLAIN, *LARGEST):
         raise bad_argument("dtype", name, "one of " + ", ".join((*PLAIN, *LARGEST)), "Store the cache in one of these.")
@@ -105,13 +113,15 @@ def empty(
     if name not in LARGEST:
         if scales is not None:
             raise bad_argument("scales", "given", f"None for {name}", "Only int8 and float8_e4m3fn pools have scales.")
-        return PagedCache(key, value)
+        return PagedCache(key, value, longest)
     if scales is None:
-        return PagedCache(*(Quantized(x, jnp.ones((P, M), jnp.float32)) for x in (key, value)))
+        ones = jnp.ones((P, M), jnp.float32)
+        return PagedCache(Quantized(key, ones), Quantized(value, ones), longest)
     pair = scales if isinstance(scales, tuple) else (scales, scales)
     if len(pair) != 2:
         raise bad_argument("scales", f"a tuple of {len(pair)}", "a pair (keys, values)", "Pass one for each.")
-    return PagedCache(*(Quantized(x, _given_scale(s, M)) for x, s in zip((key, value), pair, strict=True)))
+    of_key, of_value = (_given_scale(s, M) for s in pair)
+    return PagedCache(Quantized(key, of_key), Quantized(value, of_value), longest)
 
 
 def _name_of(dtype: DTypeLike | None) -> str:
@@ -222,7 +232,11 @@ def _appended(
     pages = growth.table.pages
     column = jnp.clip(position // page, 0, pages.shape[1] - 1)
     at = Places(growth, jnp.where(place < growth.writes[row], pages[row, column], pool), position % page)
-    return PagedCache(_append_to(cache.key, k, at), _append_to(cache.value, v, at)), growth.table
+    key, value = _append_to(cache.key, k, at), _append_to(cache.value, v, at)
+    if cache.norms is None:
+        return PagedCache(key, value), growth.table
+    norms = page_norms.with_tokens(_copy_pages(cache.norms, growth), *stored(key), at.page, at.slot)
+    return PagedCache(key, value, norms), growth.table
 
 
 class Places(typing.NamedTuple):
@@ -380,4 +394,5 @@ def check_cache(cache: object) -> tuple[int, int]:
                 f"float32[{heads}] or float32[{pool}, {heads}]",
                 "Give one for each key head, or for each page and key head.",
             )
+    page_norms.check_norms(cache.norms, pool, heads)
     return pool, page

@@ -69,6 +69,8 @@ class PagedArguments:
     shared: SharedPrefix | None = None
     origin: Origin | None = None
     kernel_options: KernelOptions | None = None
+    tolerance: float | None = None
+    score_bound: float | ArrayOrShape | None = None
     return_aux: AuxRequest | None = None
 
 
@@ -85,6 +87,8 @@ class PagedKeywords(typing.TypedDict, total=False):
     shared: SharedPrefix | None
     origin: Origin | None
     kernel_options: KernelOptions | None
+    tolerance: float | None
+    score_bound: float | ArrayArgument | None
 
 
 @typing.overload
@@ -136,6 +140,8 @@ def paged_attention(
     shared       SharedPrefix: which requests begin with the same tokens, which are read once for the queries of a tile
     origin       Origin(batch=, head=): the first request and query head of this call, inside jax.shard_map
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile
+    tolerance    as for flex_attention, not beside `shared`: pages that provably hold next to nothing are not read
+    score_bound  beside tolerance, as for flex_attention, one number; a cache with `norms` does without
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results
     are [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. It equals
@@ -157,10 +163,11 @@ def paged_attention(
             dispatch.runs_everywhere(part.call.plan, names)
         text = text_of_paged("paged_attention", arguments)
         results = _merged([(part, part.run(names, text)) for part in parts])
+        lost = _merged_lost(parts)
     except Exception as error:
         add_note_once(error, text_of_paged("paged_attention", arguments))
         raise
-    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), arguments)
+    return with_aux(results._replace(out=results.out.astype(parts[0].call.plan.dtype)), arguments, lost)
 
 
 def text_of_paged(function: str, arguments: PagedArguments) -> str:
@@ -186,6 +193,10 @@ class Part:
 def prepare_paged(arguments: PagedArguments) -> list[Part]:
     """Checks the arguments of `paged_attention` and plans its passes, in the order of `Part.name`."""
     options = check_options(arguments.return_aux, arguments.kernel_options)
+    if arguments.tolerance is not None and arguments.shared is not None:
+        raise bad_argument(
+            "tolerance", "given beside shared", "None", "Its proof is of all keys of a row, in one pass over them."
+        )
     if options.invariant and arguments.shared is not None:
         raise NotImplementedError(invariant.refuses_parts("shared"))
     cu_q_lens = arguments.cu_q_lens
@@ -230,6 +241,8 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
             query_seq_lengths=rows.query_lengths,
             key_value_seq_lengths=rows.key_lengths,
             origin=rows.origin,
+            tolerance=arguments.tolerance,
+            score_bound=arguments.score_bound,
         )
         call = prepare(given, rows.in_pages)
         plan = dataclasses.replace(call.plan, partial=arguments.shared is not None)
@@ -297,6 +310,12 @@ def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
         return own if mask_mod is None else own & mask_mod(b, h, q_idx, kv_idx)
 
     return own_tokens
+
+
+def _merged_lost(parts: list[Part]) -> Array | None:
+    """What `tolerance` takes from the caller's queries at most; None without."""
+    found = [part.rows.of_queries(part.call.skipped.lost, 0.0) for part in parts if part.call.skipped is not None]
+    return functools.reduce(jnp.maximum, found) if found else None
 
 
 def _merged(passes: list[tuple[Part, Results]]) -> Results:

@@ -94,18 +94,18 @@ class Rows:
         return of_entry
 
     def unfold(self, results: Results, lse_without_keys: float) -> Results:
-        place, exists = self.place, self.exists
-        if place is None or exists is None:
-            return results
-
-        def of_queries(x: Array, other: float) -> Array:
-            found = x.at[place[:, 0], place[:, 1]].get(mode="clip")
-            found = jnp.where(exists.reshape(-1, *[1] * (found.ndim - 1)), found, jnp.asarray(other, found.dtype))
-            return found.reshape(*self.shape, *found.shape[1:])
-
         fills = (0.0, lse_without_keys, float("-inf"), 0.0, 0.0)
         pairs = zip(results, fills, strict=True)
-        return Results._make(None if x is None else of_queries(x, fill) for x, fill in pairs)
+        return Results._make(None if x is None else self.of_queries(x, fill) for x, fill in pairs)
+
+    def of_queries(self, x: Array, other: float) -> Array:
+        """x, [B, q_len, ...], in the order and shape of the caller's queries; `other` for those that are not there."""
+        place, exists = self.place, self.exists
+        if place is None or exists is None:
+            return x
+        found = x.at[place[:, 0], place[:, 1]].get(mode="clip")
+        found = jnp.where(exists.reshape(-1, *[1] * (found.ndim - 1)), found, jnp.asarray(other, found.dtype))
+        return found.reshape(*self.shape, *found.shape[1:])
 
 
 def check_rows(
@@ -170,7 +170,8 @@ def check_rows(
     scales = None
     if key.scales is not None and value.scales is not None:
         scales = Scales(jnp.asarray(key.scales), jnp.asarray(value.scales))
-    in_pages = InPages(inputs, jnp.asarray(table.pages), page, stored_as.name if quantised else None, scales)
+    norms = None if cache.norms is None else jnp.asarray(cache.norms)
+    in_pages = InPages(inputs, jnp.asarray(table.pages), page, stored_as.name if quantised else None, scales, norms)
     if isinstance(query_seq_lengths, int) and not isinstance(query_seq_lengths, bool):
         query_seq_lengths = np.full(requests, min(max(query_seq_lengths, 0), lead[-1]), np.int32)
     counts = None if query_seq_lengths is None else check_int32("query_seq_lengths", query_seq_lengths, (requests,))

@@ -41,6 +41,8 @@ class BlockLayout:
     from_user_lists: bool = False
     # the lists, if they are known while the call is traced; wrong for other fields, so use `changed`
     known: KnownLists | None = None
+    # `tolerance` left blocks out that the program shows: to visit them is never wrong, and not what was asked for
+    thinned: bool = False
 
     def changed(self, **fields: int | bool) -> "BlockLayout":
         """This layout with other values of some fields, for other lists: `known` is None."""

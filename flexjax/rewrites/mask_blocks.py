@@ -41,7 +41,8 @@ def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPla
     rows, columns = _covered(plan.q_len, blocks.block_q, block_q), _covered(plan.kv_len, blocks.block_kv, block_kv)
     partial, full = _widths(blocks.partial, blocks.full, rows, columns)
     partial_t, full_t = _widths(blocks.partial_t, blocks.full_t, columns, rows)
-    sizes = BlockLayout(blocks.batch, blocks.heads, block_q, block_kv, partial, full, partial_t, full_t)
+    dims = blocks.batch, blocks.heads, block_q, block_kv
+    sizes = BlockLayout(*dims, partial, full, partial_t, full_t, thinned=blocks.thinned)
     return dataclasses.replace(plan, mask=mask, blocks=sizes)
 
 

@@ -26,7 +26,7 @@ from flexjax.analysis.intervals import bound, decide
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginLayout, Placed, Starts, key_positions, query_positions
 from flexjax.ir.program import Program
-from flexjax.tolerance.norms import at_rows, largest, norms, per_query_head, product
+from flexjax.tolerance.norms import PagedKeys, at_rows, largest, norms, per_query_head, product
 
 Array = jax.Array
 
@@ -79,6 +79,8 @@ class Given(typing.NamedTuple):
     # [B, N, T, D] and [B, M, S, D], and those of the extra features, in the dtype of scores
     query: tuple[Array, ...] = ()
     key: tuple[Array, ...] = ()
+    # in place of `key`
+    pages: PagedKeys | None = None
     # [B or 1, N or 1, rows or 1, columns or 1]
     bound: Array | None = None
     # [N], which every row sees
@@ -134,6 +136,9 @@ def _block_norms(spec: Spec, given: Given) -> tuple[Array | None, Array | None]:
     if not given.query:
         return None, None
     heads = given.query[0].shape[1]
+    if given.pages is not None:
+        of_keys = per_query_head(given.pages.largest(spec.sizes[3]), heads, 1)
+        return largest(norms(given.query), spec.sizes[2]), of_keys
     # of extra features with heads of their own
     spread = lambda parts: [per_query_head(norms([x]), heads, 1) for x in parts]
     whole = lambda parts: functools.reduce(lambda a, b: jnp.sqrt(a * a + b * b) * (1 + 2.0**-22), spread(parts))
@@ -244,7 +249,10 @@ def _at_blocks(spec: Spec, x: Array, row: Array, key: Array) -> Array:
 
 def _scores(spec: Spec, given: Given, index: np.ndarray | Array) -> tuple[Array, Array]:
     """(the score of each row and the key `index`, how far it may be from that of a kernel), [B, N, T] each."""
-    keys = [at_rows(k, index) for k in given.key]
+    if given.pages is not None:
+        keys = [given.pages.at_rows(index).astype(spec.dtype)]
+    else:
+        keys = [at_rows(k, index) for k in given.key]
     score = abs(spec.scale) * functools.reduce(jnp.add, map(product, given.query, keys))
     heads = given.query[0].shape[1]
     sizes = [norms([q]) * per_query_head(norms([k]), heads, 1) for q, k in zip(given.query, keys, strict=True)]

@@ -14,6 +14,43 @@ import numpy as np
 
 Array = jax.Array
 
+
+class PagedKeys(typing.NamedTuple):
+    """Keys [B, M, S, D] in pages."""
+
+    # [P, page, M, D]; quantised: key = pool * scales, float32 [M] or [P, M]
+    pool: Array
+    scales: Array | None
+    # int32 [B, n], S = n * page
+    table: Array
+    # float32 [P, M], of each page; None: not known
+    norms: Array | None
+
+    def at_rows(self, index: Array | np.ndarray) -> Array:
+        """The keys [B, M, T, D] at the places `index`, [1 or B, T], in float32 or wider; 0 outside of the pool."""
+        index, size = jnp.asarray(index), self.pool.shape[1]
+        at = jnp.broadcast_to(index // size, (self.table.shape[0], index.shape[1]))
+        page = jnp.take_along_axis(self.table, at, 1, mode="clip")
+        found = self.pool.at[page, index % size].get(mode="clip")
+        found = found if found.dtype.itemsize == 8 else found.astype(jnp.float32)
+        if self.scales is not None:
+            scale = self.scales if self.scales.ndim == 1 else self.scales.at[page].get(mode="clip")
+            found = found * scale[..., None]
+        return jnp.swapaxes(jnp.where(self._inside(page)[..., None, None], found, 0), 1, 2)
+
+    def largest(self, size: int) -> Array:
+        """The largest norm of each block of `size` keys, [B, M, blocks]; NaN where one is not finite."""
+        assert self.norms is not None
+        found = self.norms.at[self.table].get(mode="clip")
+        found = jnp.where(jnp.isfinite(found), found, jnp.nan)
+        found = jnp.moveaxis(jnp.where(self._inside(self.table)[..., None], found, 0), -1, 1)
+        page = self.pool.shape[1]
+        return jnp.repeat(found, page // size, -1) if size < page else largest(found, size // page)
+
+    def _inside(self, page: Array) -> Array:
+        return (page >= 0) & (page < self.pool.shape[0])
+
+
 SMALLEST = 2.0**-62
 """Below this the square of a float32 may underflow."""
 

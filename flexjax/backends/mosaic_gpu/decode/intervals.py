@@ -78,9 +78,9 @@ def _slope(atom: Atom) -> int | None:
 
 def has_interval(plan: KernelPlan) -> bool:
     """Whether the form of the mask's program shows every query one run of keys (`bounds_of`)."""
-    # user lists may hide blocks that the mask program shows
-    user_lists = plan.blocks is not None and plan.blocks.from_user_lists
-    return plan.mask is not None and not user_lists and bounds_of(plan.mask) is not None
+    # such lists may leave out blocks that the mask program shows
+    fewer = plan.blocks is not None and (plan.blocks.from_user_lists or plan.blocks.thinned)
+    return plan.mask is not None and not fewer and bounds_of(plan.mask) is not None
 
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
