@@ -26,19 +26,23 @@ def functions_of(return_aux: AuxRequest | None) -> Mapping[str, ScoreMod]:
     return {} if return_aux is None else return_aux.expectations or {}
 
 
+def functions_by_argument(return_aux: AuxRequest | None) -> dict[str, ScoreMod]:
+    """The same, by what an error calls each."""
+    return {f"return_aux.expectations[{name!r}]": f for name, f in functions_of(return_aux).items()}
+
+
 def check_expectations(return_aux: AuxRequest | None, dtype: str, reach: Reach | None) -> tuple[ScoreMod, ...]:
     """The functions, in the order in which they were given. Raises ValueError.
 
     dtype   of the inputs
     reach   how far the indices count, for arrays that are too short; None: not known
     """
-    given = functions_of(return_aux)
+    given = functions_by_argument(return_aux)
     if given and dtype == FLOAT8:
         raise bad_argument(
             "return_aux.expectations", f"given for {FLOAT8} inputs", "None", "Cast query, key and value to bfloat16."
         )
-    for name, function in given.items():
-        shown = f"return_aux.expectations[{name!r}]"
+    for shown, function in given.items():
         check_callable(shown, function, SCORE_ARGUMENTS)
         if reach is not None:
             check_sizes(shown, function, reach)

@@ -33,11 +33,16 @@ from flexjax.parallel.split import (
 )
 from flexjax.partition import Mesh, Names, NoRule, Rule, Spec, explicit_names
 from flexjax.plan import tuned
-from flexjax.plan.kernel_plan import BlockLists, Operands
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 from flexjax.plan.tuned import call_text
 
 Array = jax.Array
 Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
+
+
+def residuals(plan: KernelPlan) -> int:
+    """How many results of the forward pass the tangent pass gets: out, lse and perhaps expectations."""
+    return 2 + (plan.expectations > 0)
 
 
 def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
@@ -100,7 +105,7 @@ def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[Co
 
 
 def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Split, run: Run) -> list[Array]:
-    """[out, lse] and perhaps max_scores of a call over explicit axes, split as query is: maps `run` over the devices.
+    """The flat Results of a call over explicit axes, split as query is: maps `run` over the devices.
 
     Operands and tables are whole arrays; those that are split otherwise than the work are resharded.
     """
@@ -111,10 +116,11 @@ def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Spl
 # `measured` (`tuned.state()`) changes with the measured tiles: the call is then compiled again
 @functools.lru_cache(maxsize=256)
 def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
-    """The call as a jitted function from flat whole operands and tables to [out, lse] and perhaps max_scores."""
+    """The call as a jitted function from flat whole operands and tables to the flat Results."""
     operand_names, table_names = dims_of(call)
     specs = [spec_with_tokens(call, dims, split, call.axes) for dims in (*operand_names, *table_names)]
-    out, stats = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in ("b t h e", "b t h"))
+    rows = ("b t h e", "b t h", "b t h n")
+    out, stats, sums = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in rows)
 
     def share(*flat: Array) -> list[Array]:
         return run(*share_on(call, flat, split))
@@ -125,7 +131,7 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
             share,
             mesh=split.mesh if around.empty else None,
             in_specs=tuple(specs),
-            out_specs=[out, stats, *[stats] * call.plan.max_scores],
+            out_specs=[out, stats, *[stats] * call.plan.max_scores, *[sums] * (call.plan.expectations > 0)],
             axis_names=set(explicit_names(split.mesh)),
         )
         put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
@@ -159,7 +165,12 @@ class AutoCall:
 
     def dims(self) -> tuple[list[str], list[str]]:
         """The dimension names, such as "b t h d", of (each argument of the primitive, each result)."""
-        return primitive_dims(self.call.problem, self.params, tables=dims_of(self.call)[1])
+        plan, tables = self.call.plan, dims_of(self.call)[1]
+        if "moving" not in self.params and "wanted" not in self.params:
+            return primitive_dims(self.call.problem, self.params, tables)
+        # tangent and backward get a float32 out and no rounding
+        problem = dataclasses.replace(self.call.problem, plan=dataclasses.replace(plan, exact_captures=False))
+        return primitive_dims(problem, self.params, tables, residuals(plan) if "moving" in self.params else 2)
 
     def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         """The axes that split the batch and the heads, by `choose_split`, but never the axes of the sequence."""
@@ -185,7 +196,8 @@ class AutoCall:
         rest, places = flat[fixed:], moved_places(problem, self.params)
         if "moving" in self.params:
             cut = cut_to_own_heads(problem, split)
-            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], places, strict=True)))
+            kept = residuals(call.plan)
+            rest = (*rest[:kept], *(cut(x, place) for x, place in zip(rest[kept:], places, strict=True)))
         results = self.function(*own, *rest, call=own_call, **params)
         if "wanted" not in self.params:
             return results

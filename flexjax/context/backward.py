@@ -21,7 +21,9 @@ from flexjax.context.context_parallel import Visitors
 from flexjax.context.device import RING_PARTS, OnDevice
 from flexjax.context.exchange import Part as ShardPart
 from flexjax.context.stages import Keys, add_blocks, put_blocks, take_blocks, token_axis
+from flexjax.ir.program import Program
 from flexjax.merge_states import weight_of
+from flexjax.passes import expectations
 from flexjax.plan.kernel_plan import KEY, KEY_EXTRA, QUERY, QUERY_EXTRA, SINKS, VALUE
 
 Array = jax.Array
@@ -33,12 +35,15 @@ OVER_KEYS = (KEY, VALUE, KEY_EXTRA)  # of Operands.movable; gradients of these t
 class Backward(OnDevice):
     """The gradients and the tangents of a call on one device.
 
-    `cotangents` are out, lse, d_out and, unless it is zero, d_lse. `wanted` says for each movable operand whether it
-    gets a gradient. `travels` are the indices, among the wanted gradients, of those over keys.
+    `cotangents` are out, lse, d_out and, unless it is zero, d_lse, to which `_capturing` adds those of expectations
+    (passes/expectations.py). `wanted` says for each movable operand whether it gets a gradient. `travels` are the
+    indices, among the wanted gradients, of those over keys.
 
     `sums` and its variants return the wanted gradients of all operands but the sinks, in the order of Operands.movable
     and in the score dtype. axes.py, or the transpose of shard_map, sums those of captured arrays over devices.
     """
+
+    d_sums: Array | None = None  # cotangents of expectations, [.., n] of this device's rows; None: zero
 
     def backward(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
@@ -76,6 +81,9 @@ class Backward(OnDevice):
             return lax.cond(self.nothing_missing(), *ways)
         if self.call.method == "all_to_all":
             return self._backward_over_heads(cotangents, wanted)
+        if self.d_sums is not None:
+            device = self._capturing()
+            return device.sums(cotangents, device.none_more(wanted))
         exchange, travels = self.exchange, [i for i, p in enumerate(_places(wanted)) if p in OVER_KEYS]
         if self.call.method == "all_gather":
             found = self.backward_over(exchange.gather(self.own), cotangents, wanted)
@@ -199,6 +207,23 @@ class Backward(OnDevice):
         found = dict(zip(stay, staying, strict=True)) | dict(zip(travels, exchange.from_previous(sent), strict=True))
         return [found[i] for i in range(len(first))]
 
+    def _capturing(self) -> typing.Self:
+        """This device without expectations, whose derivative programs load their cotangents."""
+        problem, numbers, size = self.call.problem, self.exchange.own_queries, self.call.block_size[0]
+        length = typing.cast(Program, problem.derivative).sizes[2]
+        # those of blocks that do not exist are dropped
+        first = jnp.where(numbers < 0, length, numbers * size)
+        at = (first[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+        given = expectations.by_function(problem.plan, typing.cast(Array, self.d_sums))
+        rows = [jnp.zeros((*x.shape[:2], length), x.dtype).at[:, :, at].set(x, mode="drop") for x in given]
+        problem, operands = expectations.capturing(problem, self.operands, rows)
+        call = dataclasses.replace(self.call, problem=problem)
+        return dataclasses.replace(self, call=call, operands=operands, d_sums=None)
+
+    def none_more(self, wanted: tuple[bool, ...]) -> tuple[bool, ...]:
+        """`wanted` of the operands of this device, some of whose captured arrays are not the caller's."""
+        return (*wanted, *[False] * (len(self.operands.movable) - len(wanted)))
+
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
         """The wanted gradients by one stage, in at least the score dtype; those over keys for the blocks of `keys`."""
         stage = self.stage(keys)
@@ -221,10 +246,13 @@ class Backward(OnDevice):
         delta = delta - d_lse[0] if d_lse else delta
         return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
-    def tangent(self, out: Array, lse: Array, tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
-        """The tangents of out and lse, in their dtypes, from the tangents of the operands that are `moving`."""
+    def tangent(self, kept: Sequence[Array], tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
+        """The tangents of `kept`, out, lse and perhaps expectations, in their dtypes, from those of the operands that
+        are `moving`.
+        """
         if self.call.method == "all_to_all":
-            return self.with_method("all_gather").tangent(out, lse, tangents, moving)
+            return self.with_method("all_gather").tangent(kept, tangents, moving)
+        out, lse, *sums = kept
         # one stage over all keys, which are gathered: forward mode runs on xla and has no merge
         exchange, places = self.exchange, _places(moving)
         of = dict(zip(places, tangents, strict=True))
@@ -239,21 +267,25 @@ class Backward(OnDevice):
         stage = device.stage(exchange.gather(self.own))
         of_stage = tuple(m and place != SINKS for place, m in enumerate(moving))
         dtype = lse.dtype
-        t_out, t_lse = jnp.zeros(out.shape, dtype), jnp.zeros_like(lse)
+        t_out, t_lse, *t_sums = jnp.zeros(out.shape, dtype), jnp.zeros_like(lse), *map(jnp.zeros_like, sums)
         if any(of_stage):
-            flat = self.passes.alike([*stage.flat, *self._residuals(out, lse), *(of[p] for p in _places(of_stage))])
-            t_out, t_lse = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
+            results = [] if self.call.plan.weighted else [*self._residuals(out, lse), *sums]
+            flat = self.passes.alike([*stage.flat, *results, *(of[p] for p in _places(of_stage))])
+            t_out, t_lse, *t_sums = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
         if t_sinks is not None:
             sinks = self.by_head(typing.cast(Array, self.operands.sinks))
             of_sink = weight_of(sinks, lse) * self.by_head(t_sinks)
             t_out, t_lse = t_out.astype(dtype) - out.astype(dtype) * of_sink[..., None], t_lse + of_sink
-        return [t_out.astype(out.dtype), t_lse]
+            t_sums = [t - x * of_sink[..., None] for t, x in zip(t_sums, sums, strict=True)]
+        return [t_out.astype(out.dtype), t_lse, *t_sums]
 
     def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
         """`sums` by "all_to_all": one stage over all tokens of a part of the heads."""
         device, there, back = self.over_heads()
-        extra = len(device.operands.score_captures) - len(self.operands.score_captures)
-        found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
+        if self.d_sums is not None:
+            device = dataclasses.replace(device, d_sums=there(self.d_sums, "query"))._capturing()
+        given = [there(x, "query") for x in cotangents]
+        found = device.backward_over(device.own, given, device.none_more(wanted))
         side = dict.fromkeys(OVER_KEYS, "key") | dict.fromkeys((QUERY, QUERY_EXTRA), "query")
         return [back(g, side[p]) if p in side else g for p, g in zip(_places(wanted), found, strict=True)]
 

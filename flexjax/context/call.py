@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.call.arguments import Arguments
 from flexjax.call.checks import both_masks
-from flexjax.call.expectations import functions_of
+from flexjax.call.expectations import functions_by_argument
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.call.tolerance import check_claim
 from flexjax.combine import and_masks
@@ -89,7 +89,7 @@ def attention(context: object, given: Given) -> Results:
         outs = context_axes.split_work(call, operands, tables, placed.split, run)
     else:
         outs = run(call, [*jax.tree.leaves(operands), *jax.tree.leaves(tables)])
-    results = Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
+    results = Results.of(call.plan, outs)
     return results if existing is None else existing.results(results, call.plan.lse_without_keys)
 
 
@@ -103,8 +103,6 @@ def build(context: object, given: Given) -> Built:
     mask_mod, block_mask = arguments.mask_mod, arguments.block_mask
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
-    if functions_of(arguments.return_aux):
-        raise NotImplementedError("A call with context= computes no expectations. Leave out context= or expectations.")
     if arguments.tolerance is not None:
         raise NotImplementedError(
             "A call with context= takes no tolerance, because which keys travel is decided before their norms are "
@@ -137,7 +135,8 @@ def build(context: object, given: Given) -> Built:
     exact = (placed.origin.batch is None, placed.origin.head is None, True, True)
     reach = Reach((call.plan.batch, call.plan.q_heads, tokens[0], tokens[1]), exact)
     weights = None if call.weights is None else call.weights.function
-    for name, mod in (("score_mod", arguments.score_mod), ("weights", weights), ("mask_mod", mask_mod)):
+    mods: dict[str, typing.Any] = {"score_mod": arguments.score_mod, "weights": weights, "mask_mod": mask_mod}
+    for name, mod in (mods | functions_by_argument(arguments.return_aux)).items():
         check_sizes(name, mod, reach)
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:

@@ -4,11 +4,13 @@ With s a stage, lse_s and out_s its row statistics and outputs over its own keys
 
     lse = log sum_s exp(lse_s)  (and the sink, once)        out = sum_s exp(lse_s - lse) out_s
 
-A stage without keys for a row has lse_s = -inf and weight 0, also where all stages are -inf. Of a weighted plan outputs
-and totals add. Stages are merged in the order in which keys come, which is the same in every run.
+A stage without keys for a row has lse_s = -inf and weight 0, also where all stages are -inf. Expectations merge as
+outputs do. Of a weighted plan outputs, totals and expectations add. Stages are merged in the order in which keys come,
+which is the same in every run.
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -18,9 +20,8 @@ from jax import lax
 from flexjax.backends import tile_math
 from flexjax.context.device import RING_PARTS, OnDevice
 from flexjax.context.exchange import Part as ShardPart
-from flexjax.context.merge import Part, merged
+from flexjax.context.merge import Part, merged, rescaled
 from flexjax.context.stages import Keys
-from flexjax.merge_states import weight_of
 from flexjax.plan.kernel_plan import Results
 
 Array = jax.Array
@@ -31,10 +32,10 @@ class Forward(OnDevice):
     """The forward pass of a call on one device, in Parts of this device's rows over some or all keys."""
 
     def forward(self) -> list[Array]:
-        """This device's [out in the dtype of query, lse] and perhaps max_scores and rounding (see Results)."""
+        """This device's [out in the dtype of query, lse] and perhaps the other Results, in their order."""
         part = self._over_heads() if self.call.method == "all_to_all" else self.rows()
         out, rounding = tile_math.out_and_rounding(part.out, self.call.plan)
-        return [x for x in (out, part.lse, part.top, rounding) if x is not None]
+        return [x for x in (out, part.lse, part.top, rounding, part.sums) if x is not None]
 
     def rows(self) -> Part:
         """This device's rows over all keys and the sinks, for every method but "all_to_all"."""
@@ -47,8 +48,7 @@ class Forward(OnDevice):
             return self._with_neighbours()
         part = self._ring()
         if self.operands.sinks is not None:
-            lse = jnp.logaddexp(part.lse, self.by_head(self.operands.sinks))
-            part = part._replace(out=weight_of(part.lse, lse)[..., None] * part.out, lse=lse)
+            part = rescaled(part, jnp.logaddexp(part.lse, self.by_head(self.operands.sinks)))
         return self._finished(part)
 
     def _ring(self) -> Part:
@@ -96,16 +96,15 @@ class Forward(OnDevice):
         """This device's rows over all keys and the sinks, by the method "all_to_all"."""
         device, _, back = self.over_heads()
         part = device.over(device.own, sinks=True, partial=False)
-        there = [back(x, "query") for x in part if x is not None]
-        return Part(there[0], there[1], there[2] if part.top is not None else None)
+        return Part(*(typing.cast(typing.Any, x) if x is None else back(x, "query") for x in part))
 
     def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
         """The rows of one stage: over `keys` and the call's `sinks`; out in the score dtype if `partial`."""
         stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
-        out, lse, *others = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
-        if stage.problem.plan.returns_rounding:
-            out = Results(out, lse, None, others.pop()).float32_out
-        return Part(out, lse, others[0] if others else None)
+        found = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
+        results = Results.of(stage.problem.plan, found)
+        out = results.out if results.rounding is None else results.float32_out
+        return Part(out, results.lse, results.max_scores, results.expectations)
 
     def nothing(self) -> Part:
         """The results over no keys, to merge others with, in the score dtype."""
@@ -114,7 +113,8 @@ class Forward(OnDevice):
         rows = self.operands.query.shape[:3]
         lse = jnp.full(rows, plan.lse_without_keys, dtype)
         top = jnp.full(rows, -jnp.inf, dtype) if plan.max_scores else None
-        return Part(jnp.zeros((*rows, plan.value_dim), dtype), lse, top)
+        sums = jnp.zeros((*rows, plan.expectations), dtype) if plan.expectations else None
+        return Part(jnp.zeros((*rows, plan.value_dim), dtype), lse, top, sums)
 
     def merged(self, a: Part, b: Part) -> Part:
         return merged(a, b, self.call.plan.weighted)

@@ -62,6 +62,7 @@ class ExistingRows(typing.NamedTuple):
             self._where(found.out, "query", 0.0),
             self._where(found.lse, "query", lse_without_keys),
             None if top is None else self._where(top, "query", low),
+            expectations=None if found.expectations is None else self._where(found.expectations, "query", 0.0),
         )
 
     def mask_mod(self, origin: OriginTable) -> MaskMod:

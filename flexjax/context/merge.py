@@ -16,6 +16,7 @@ class Part(typing.NamedTuple):
     out: Array  # [B, T, N, E]
     lse: Array  # [B, T, N]
     top: Array | None  # max_scores [B, T, N]; None unless the plan asks for it
+    sums: Array | None = None  # expectations [B, T, N, n]; None unless the plan asks for them
 
 
 def merged(a: Part, b: Part, weighted: bool) -> Part:
@@ -24,8 +25,16 @@ def merged(a: Part, b: Part, weighted: bool) -> Part:
     Those of a `weighted` plan add.
     """
     if weighted:
-        return Part(a.out + b.out, a.lse + b.lse, None)
+        sums = None if a.sums is None or b.sums is None else a.sums + b.sums
+        return Part(a.out + b.out, a.lse + b.lse, None, sums)
     lse = joint_lse(jnp.stack([a.lse, b.lse]))
-    out = sum(weight_of(x.lse, lse)[..., None] * x.out for x in (a, b))
+    one, other = rescaled(a, lse), rescaled(b, lse)
     top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)
-    return Part(typing.cast(Array, out), lse, top)
+    sums = None if one.sums is None or other.sums is None else one.sums + other.sums
+    return Part(one.out + other.out, lse, top, sums)
+
+
+def rescaled(part: Part, lse: Array) -> Part:
+    """What a part is of the row that has `lse` and whose keys include its own."""
+    weight = weight_of(part.lse, lse)[..., None]
+    return part._replace(out=weight * part.out, lse=lse, sums=None if part.sums is None else weight * part.sums)

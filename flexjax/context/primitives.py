@@ -12,6 +12,7 @@ Operands.movable whether it has a tangent and whether it gets a gradient.
 
 import dataclasses
 import functools
+import itertools
 import typing
 from collections.abc import Sequence
 
@@ -24,12 +25,13 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from flexjax.context import axes as context_axes
+from flexjax.context.axes import residuals
 from flexjax.context.backward import Backward
 from flexjax.context.context_parallel import ContextCall
 from flexjax.context.device import Passes
 from flexjax.context.forward import Forward
 from flexjax.mod_tools.settings import own
-from flexjax.passes import autodiff
+from flexjax.passes import autodiff, expectations
 from flexjax.passes.primitive import aval_like
 from flexjax.plan.kernel_plan import FIRST_CAPTURE, Results
 from flexjax.varying import varying_alike
@@ -40,7 +42,7 @@ PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, var
 
 
 def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
-    """The results of a call: [out, lse] and perhaps max_scores. Can be differentiated and jitted."""
+    """The results of a call: [out, lse] and perhaps max_scores and expectations. Can be differentiated and jitted."""
     return list(_compiled(call, *(flat if call.is_global else varying_alike(flat))))
 
 
@@ -52,7 +54,7 @@ def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
-    """out, lse and, if the plan asks for them, max_scores and rounding: on global arrays by the primitive `forward`."""
+    """The Results that the plan asks for, in the order of their fields: on global arrays by the primitive `forward`."""
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
     return tuple(Forward.of(PASSES, call, flat).forward())
@@ -65,7 +67,7 @@ _compiled = jax.jit(_attend, static_argnums=0)
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 @own
 def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
-    """The jvp rule of `_attend`. The results after out and lse have zero tangents."""
+    """The jvp rule of `_attend`. max_scores and rounding have zero tangents."""
     indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
     moving = tuple(x is not None for x in given)
@@ -74,46 +76,57 @@ def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]
     # error is added again.
     if any(moving[FIRST_CAPTURE:]):
         call = dataclasses.replace(call, problem=call.problem.for_captures())
-    out, lse, *others = _attend(call, *primals)
+    named = lambda x, name: None if x is None else checkpoint_name(x, name)
+    out, lse, top, rounding, sums = Results.of(call.plan, _attend(call, *primals))
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    rounding = [checkpoint_name(others.pop(), "flexjax_out")] if call.plan.returns_rounding else []
+    rounding, sums = named(rounding, "flexjax_out"), named(sums, "flexjax_lse")
+    more = [] if sums is None else [sums]
     if any(moving):
-        fixed = [*primals, Results(out, lse, None, *rounding).float32_out if rounding else out, lse]
-        t_out, t_lse = tangent_p.bind(*fixed, *(x for x in given if x is not None), call=call, moving=moving)
-        moved = [t_out.astype(out.dtype), t_lse]
+        exact = out if rounding is None else Results(out, lse, None, rounding).float32_out
+        given = [x for x in given if x is not None]
+        t_out, *moved = tangent_p.bind(*primals, exact, lse, *more, *given, call=call, moving=moving)
+        moved = [t_out.astype(out.dtype), *moved]
     else:
-        moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    others += rounding if asked else []
-    return (out, lse, *others), (*moved, *map(jnp.zeros_like, others))
+        moved = [jnp.zeros_like(x) for x in (out, lse, *more)]
+    others = [x for x in (top, rounding if asked else None) if x is not None]
+    return (out, lse, *others, *more), (*moved[:2], *map(jnp.zeros_like, others), *moved[2:])
 
 
 def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
-    """The code of `tangent`: flat has out, lse and the tangents of the moving operands at its end."""
-    fixed, (out, lse, *tangents) = _split(call, flat)
-    return Backward.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
+    """The code of `tangent`: flat has out, lse, perhaps expectations, and the tangents of the moving at its end."""
+    fixed, rest = _split(call, flat)
+    kept = residuals(call.plan)
+    return Backward.of(PASSES, call, fixed).tangent(rest[:kept], rest[kept:], moving)
 
 
 def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
-    """The code of `backward`: flat has out, lse and the cotangents of out and, with `has_lse`, lse at its end."""
-    fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
-    d_out = d_out.astype(call.plan.dtype)
-    return Backward.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
+    """The code of `backward`: flat has out, lse and the cotangents of out, with `has_lse` lse, and expectations."""
+    fixed, (out, lse, d_out, *others) = _split(call, flat)
+    d_lse = others.pop(0) if has_lse else None
+    device = dataclasses.replace(Backward.of(PASSES, call, fixed), d_sums=others[0] if others else None)
+    return device.backward(out, lse, d_out.astype(call.plan.dtype), d_lse, wanted)
 
 
 @own
 def _tangent_transpose(
     cotangents: Sequence[Array | ad.Zero], *flat: typing.Any, call: ContextCall, moving: tuple[bool, ...]
 ) -> list:
-    """The transpose rule of `tangent`, by `backward`; None for each fixed argument (operands, tables, out and lse)."""
-    fixed, (out, lse, *linear) = _split(call, flat)
-    d_out, d_lse = cotangents
-    nothing: list = [None] * (len(fixed) + 2)
-    if isinstance(d_out, ad.Zero) and isinstance(d_lse, ad.Zero):
-        return nothing + [ad.Zero(x.aval) for x in linear]
-    d_out = jnp.zeros_like(out) if isinstance(d_out, ad.Zero) else d_out
-    given = [*fixed, out, lse, d_out, *([] if isinstance(d_lse, ad.Zero) else [d_lse])]
+    """The transpose rule of `tangent`, by `backward`; None for each fixed argument (operands, tables and results)."""
+    fixed, rest = _split(call, flat)
+    kept = residuals(call.plan)
+    out, lse, *sums = rest[:kept]
+    d_out, d_lse, *d_sums = (None if isinstance(x, ad.Zero) else x for x in cotangents)
+    nothing: list = [None] * (len(fixed) + kept)
+    if d_out is None and d_lse is None and not any(x is not None for x in d_sums):
+        return nothing + [ad.Zero(x.aval) for x in rest[kept:]]
+    d_out = jnp.zeros_like(out) if d_out is None else d_out
+    if d_sums and d_sums[0] is None:
+        call, d_sums = dataclasses.replace(call, problem=expectations.without(call.problem)), []
+    elif d_sums and not call.plan.weighted:
+        d_lse = expectations.cotangent_of_lse(d_lse, typing.cast(Array, d_sums[0]), sums[0])
+    given = [*fixed, out, lse, *(x for x in (d_out, d_lse, *d_sums) if x is not None)]
     run = backward_p.bind if call.is_global else _backward
-    return nothing + list(run(*given, call=call, wanted=moving, has_lse=not isinstance(d_lse, ad.Zero)))
+    return nothing + list(run(*given, call=call, wanted=moving, has_lse=d_lse is not None))
 
 
 def _primitive(name: str, function: typing.Callable[..., list[Array]], types: typing.Callable[..., list]) -> Primitive:
@@ -173,7 +186,7 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
 
 
 def _forward(*flat: Array, call: ContextCall) -> list[Array]:
-    """The code of `forward`: [out, lse] and, if the plan asks for them, max_scores and rounding."""
+    """The code of `forward`: the Results that the plan asks for, in the order of their fields."""
     return Forward.of(PASSES, call, flat).forward()
 
 
@@ -183,14 +196,16 @@ def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list
     rows = query.shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
     out = core.ShapedArray((*rows, plan.value_dim), query.dtype)
-    found = [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+    sums = core.ShapedArray((*rows, plan.expectations), stats.dtype)
+    asked = [stats] * plan.max_scores, [out] * plan.returns_rounding, [sums] * (plan.expectations > 0)
+    found = [out, stats, *itertools.chain(*asked)]
     return [aval_like(query, x.shape, x.dtype) for x in found]
 
 
 def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:
-    """The types of the tangents of out and lse; ValueError if score_mod has no derivative."""
+    """The types of the tangents of out, lse and expectations; ValueError if score_mod has no derivative."""
     call.problem.needed_derivative(moving[FIRST_CAPTURE:])
-    return list(_split(call, avals)[1][:2])  # type: ignore[arg-type]
+    return list(_split(call, avals)[1][: residuals(call.plan)])  # type: ignore[arg-type]
 
 
 def _backward_types(

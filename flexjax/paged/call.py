@@ -17,7 +17,7 @@ from flexjax import masks
 from flexjax.attention import with_aux
 from flexjax.call.arguments import Arguments, text_of_call, with_signature
 from flexjax.call.checks import check_options, check_weights
-from flexjax.call.expectations import functions_of
+from flexjax.call.expectations import functions_by_argument, functions_of
 from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.errors import add_note_once, bad_argument, kind_of, public
 from flexjax.ir.reach import reach_of
@@ -210,8 +210,7 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
     weights = check_weights(arguments.weights, arguments.sinks, arguments.return_aux, rows.inputs.dtype)
     function = None if weights is None else weights.function
     given = {"score_mod": arguments.score_mod, "weights": function, "mask_mod": arguments.mask_mod}
-    given |= {f"return_aux.expectations[{n!r}]": f for n, f in functions_of(arguments.return_aux).items()}
-    for name, mod in given.items():
+    for name, mod in (given | functions_by_argument(arguments.return_aux)).items():
         # how long requests are is not known
         check_sizes(name, mod, Reach((*known.counts[:2], None, None), known.exact))
     asked = options.block_q

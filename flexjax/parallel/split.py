@@ -277,7 +277,7 @@ def primitive_dims(
     if "moving" in params:
         return [*fixed, *kept, *moved], [out, stats, *sums]
     if "wanted" in params:
-        return [*fixed, *kept, out, *[stats] * params["has_lse"]], moved
+        return [*fixed, *kept, out, *[stats] * params["has_lse"], *sums], moved
     return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding, *sums]
 
 

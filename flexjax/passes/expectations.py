@@ -25,7 +25,7 @@ from flexjax.ir.origin import UNKNOWN, query_positions
 from flexjax.ir.program import SCORE, ArrayType, Atom, B, H, Lit, Program, Q
 from flexjax.ir.replay import replay
 from flexjax.ir.rewrite import with_results
-from flexjax.plan.kernel_plan import Operands, Results
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -44,18 +44,31 @@ def as_captures(
     cotangents   of lse, None for zero, and of the expectations, [B, T, N, n]
     """
     plan, (d_lse, given) = problem.plan, cotangents
-    count = plan.expectations
     if not plan.weighted:
         assert results.expectations is not None
-        of_rows = -(given * results.expectations).sum(-1)
-        d_lse = of_rows if d_lse is None else d_lse + of_rows
-    heads_first = jnp.moveaxis(given, -1, 0)
-    heads_first = jnp.swapaxes(heads_first, 2, 3) if plan.layout == "BTNH" else heads_first
-    rows = [_at_positions(x, problem, operands) for x in heads_first]
+        d_lse = cotangent_of_lse(d_lse, given, results.expectations)
+    rows = [_at_positions(x, problem, operands) for x in by_function(plan, given)]
+    return *capturing(problem, operands, rows), d_lse
+
+
+def cotangent_of_lse(d_lse: Array | None, given: Array, expectations: Array) -> Array:
+    """That of a call without expectations, from theirs, `given`; both [.., n]."""
+    of_rows = -(given * expectations).sum(-1)
+    return of_rows if d_lse is None else d_lse + of_rows
+
+
+def by_function(plan: KernelPlan, given: Array) -> Array:
+    """Cotangents of expectations, in the plan's layout, as [n, B, N, T]."""
+    first = jnp.moveaxis(given, -1, 0)
+    return jnp.swapaxes(first, 2, 3) if plan.layout == "BTNH" else first
+
+
+def capturing(problem: Problem, operands: Operands, rows: Sequence[Array]) -> tuple[Problem, Operands]:
+    """The call whose derivative programs load the cotangents `rows`, each [B, N, positions of queries]."""
     made = operands._replace(score_captures=(*operands.score_captures, *rows))
     types = tuple(ArrayType(x.shape, x.dtype.name) for x in rows)
-    changed = _changed(problem, lambda program: _summed(program, types, count), types)
-    return dataclasses.replace(changed, structure=jax.tree.structure(made)), made, d_lse
+    changed = _changed(problem, lambda program: _summed(program, types, len(rows)), types)
+    return dataclasses.replace(changed, structure=jax.tree.structure(made)), made
 
 
 def _at_positions(rows: Array, problem: Problem, operands: Operands) -> Array:

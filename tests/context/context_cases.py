@@ -34,6 +34,7 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "shard_map": Axis
 class Case:
     """kind: how the mesh is used; mesh: its axes; sp, dp, tp: those of the sequence, the batch and the heads.
 
+    lse      whether statistics are asked for and count in the loss; with `expectations` those too
     traced   whether the mask captures traced ids; layout: whether the layout is made from them, and passed as an argument
     """
 
@@ -51,6 +52,7 @@ class Case:
     balance: str = "auto"
     sinks: bool = False
     lse: bool = False
+    expectations: bool = False
     dropout: bool = False
     extra: bool = False
     form: str = "BTNH"
@@ -116,6 +118,12 @@ def mod_of(case: Case, given: dict[str, jax.Array]) -> Callable | None:
     }[case.mod]
 
 
+def functions_of(case: Case, given: dict[str, jax.Array]) -> dict[str, Callable] | None:
+    gate = given["gate"]
+    distance = lambda s, b, h, i, j: (i - j) / 16 + h
+    return {"gated": lambda s, b, h, i, j: s * gate[b, j], "distance": distance} if case.expectations else None
+
+
 SEQUENCES = {"q": "query", "qx": "query", "weight": "query", "k": "key", "v": "key", "kx": "key"}
 FLOATS = ("q", "k", "v", "table", "gate", "sinks", "qx", "kx")
 
@@ -140,12 +148,14 @@ def attend(case: Case, given: dict[str, jax.Array], **more: Any) -> tuple[jax.Ar
         arguments |= {"dropout": flexjax.Dropout(0.3, jax.random.key(1))}
     if case.extra:
         arguments |= {"query_extra": turn(given["qx"]), "key_extra": turn(given["kx"])}
-    aux = flexjax.AuxRequest(lse=True, max_scores=True) if case.lse else None
+    functions = functions_of(case, given)
+    aux = flexjax.AuxRequest(lse=True, max_scores=True, expectations=functions) if case.lse else None
     qkv = (turn(given[name]) for name in "qkv")
     out = flexjax.flex_attention(*qkv, layout=case.form, return_aux=aux, **arguments, **more)
     if aux is None:
         return turn(out), None
-    stats = jnp.stack([jnp.where(jnp.isfinite(x), x, 0) for x in (out[1].lse, out[1].max_scores)])
+    found = (out[1].lse, out[1].max_scores, *(out[1].expectations or {}).values())
+    stats = jnp.stack([jnp.where(jnp.isfinite(x), x, 0) for x in found])
     return turn(out[0]), stats if case.form == "BTNH" else jnp.swapaxes(stats, 2, 3)
 
 
@@ -156,7 +166,7 @@ def loss(
     out = out.astype(jnp.float32)
     total = (out * rest["weight"] + jnp.sin(out) * rest["weight"]).sum()
     if stats is not None:
-        total = total + (stats[0] * rest["weight"][..., 0]).sum()
+        total = total + (stats[0] * rest["weight"][..., 0]).sum() + (jnp.sin(stats[2:]) * rest["weight"][..., 1]).sum()
     return total, (out, stats)
 
 
@@ -249,7 +259,7 @@ def distance(got: Any, want: Any) -> float:
 def used(case: Case, name: str) -> bool:
     needs = {
         "table": case.mod in ("table", "gate"),
-        "gate": case.mod == "gate",
+        "gate": case.mod == "gate" or case.expectations,
         "sinks": case.sinks,
         "qx": case.extra,
         "kx": case.extra,
@@ -303,6 +313,7 @@ CUBED: dict[str, Any] = {"mesh": CUBE, "dp": "dp", "tp": "tp"}
 
 CASES = {
     "causal": Case("auto", "causal", "table", "neighbours", sinks=True, balance="zigzag", **SWAPPED),
+    "expectations": Case("shard_map", "causal", "gate", "neighbours", sinks=True, lse=True, expectations=True),
 }
 SLOW = {
     "all_to_all": Case("explicit", "heads", "gate", "all_to_all", heads=(8, 4), sinks=True, **CUBED),
@@ -324,9 +335,23 @@ SLOW = {
     "bfloat16": Case("auto", "causal", "table", "neighbours", dtype="bfloat16"),
     "float64": Case("auto", "causal", "table", "neighbours", dtype="float64"),
 }
+EXPECTED: dict[str, Any] = {"lse": True, "expectations": True, "sinks": True}
+SLOW |= {
+    "expectations all_to_all": Case(
+        "explicit", "heads", "gate", "all_to_all", heads=(8, 4), lengths=(61, 61), **EXPECTED, **CUBED
+    ),
+    "expectations ring": Case("auto", "prefix", "gate", "ring", block=8, **EXPECTED, **CUBED),
+    "expectations documents": Case(
+        "auto", "documents", "alibi", "neighbours", traced=True, lengths=(61, 61), **EXPECTED
+    ),
+    "expectations of rows that see nothing": Case("auto", "nothing", "gate", lse=True, expectations=True),
+    "expectations float64": Case("explicit", "window", "alibi", "all_gather", dtype="float64", **EXPECTED),
+}
 FEW_ROWS: dict[str, Any] = {"lengths": (128, 128), "sinks": True, "lse": True, "extra": True, "mesh": (("sp", 4),)}
 for _kind in KINDS:
-    SLOW[f"few rows of a window {_kind}"] = Case(_kind, "window", "table", "neighbours", form="BNTH", **FEW_ROWS)
+    SLOW[f"few rows of a window {_kind}"] = Case(
+        _kind, "window", "gate", "neighbours", form="BNTH", expectations=True, **FEW_ROWS
+    )
     SLOW[f"few rows of documents {_kind}"] = Case(
         _kind, "documents", "gate", "neighbours", block=8, dropout=True, **FEW_ROWS
     )

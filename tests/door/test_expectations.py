@@ -14,6 +14,7 @@ from flexjax import AuxRequest, Origin, masks
 from flexjax.errors import ModError
 from tests.arrays import array
 from tests.cases.small import quick_jit
+from tests.marks import some_slow
 
 B, T, N, M, D = 2, 20, 4, 2, 8
 Functions = dict[str, Callable[..., typing.Any]]
@@ -88,6 +89,29 @@ def test_the_entropy_of_each_row() -> None:
     p = flexjax.attention_weights(q, k, score_mod=softened, mask_mod=masks.causal)
     want = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum(-1)
     np.testing.assert_allclose(jnp.swapaxes(aux.lse - aux.expectations["score"], 1, 2), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", some_slow(["xla", "reference"], ["xla"]))
+def test_one_query_and_that_probabilities_add_to_one(name: typing.Any) -> None:
+    """Also beside a sink, of which the rest is; a row without keys has 0."""
+    q, k, v = inputs("float32")
+    asked = {"one": lambda s, b, h, q, k: True, "score": lambda s, b, h, q, k: s}
+    aux = AuxRequest(lse=True, expectations=asked)
+    lengths, sinks = jnp.asarray([T, 0], jnp.int32), jnp.asarray([0.5, -1.0, 0.0, 2.0])
+    call = functools.partial(flexjax.flex_attention, return_aux=aux, implementation=name)
+    one = quick_jit(lambda q: call(q, k, v, sinks=sinks, key_value_seq_lengths=lengths, origin=Origin(query="end")))
+    _, found = one(q[:, :1])
+    assert found.expectations is not None
+    keys = jnp.arange(T) < lengths[:, None, None]
+    k_of_heads = jnp.repeat(k, N // M, 2)
+    scores = jnp.where(keys, jnp.einsum("bnd,bsnd->bns", q[:, 0], k_of_heads) / D**0.5, -jnp.inf)
+    rows = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None], (B, N, 1))], -1)
+    p = jax.nn.softmax(rows, -1)[..., :-1]
+    np.testing.assert_allclose(found.expectations["one"][:, 0], p.sum(-1), atol=2e-6)
+    np.testing.assert_allclose(found.expectations["score"][:, 0], (p * jnp.where(keys, scores, 0.0)).sum(-1), atol=2e-6)
+    _, whole = call(q, k, v, mask_mod=masks.causal)
+    assert whole.expectations is not None
+    np.testing.assert_allclose(whole.expectations["one"], 1.0, rtol=2e-6)
 
 
 def test_the_total_of_weights_is_the_expectation_of_one() -> None:
@@ -168,18 +192,11 @@ def test_what_shows_calls_knows_expectations() -> None:
 
 
 def test_where_nothing_is_computed_for_them() -> None:
-    """A backend, or context=, that has no expectations says so; a gradient without the length of the whole problem too."""
+    """A gradient without the length of the whole problem says so."""
     q, k, v = inputs("float32")
     asked = {"score": lambda s, b, h, q, k: s}
     with pytest.raises(NotImplementedError, match="The gradient of expectations needs the length of the whole problem"):
         jax.grad(lambda q: sines(expectations(q, k, v, asked, origin=Origin(query=8))))(q[:, :8])
-    mesh = jax.make_mesh((1,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
-    layout = flexjax.context_layout(masks.causal, T, T, devices=1)
-    with (
-        pytest.raises(NotImplementedError, match=r"^A call with context= computes no expectations"),
-        jax.set_mesh(mesh),
-    ):
-        expectations(q, k, v, asked, context=flexjax.ContextParallel("sequence", layout))
 
 
 def a_vector(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
