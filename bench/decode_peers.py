@@ -173,7 +173,7 @@ def flexjax(case: DecodeCase, options: KernelOptions | None = None) -> Run:
         if case.stored in LARGEST:
             scales = jnp.full(case.kv_heads, case.scale(), jnp.float32)
             pools = [Quantized(pool, scales) for pool in pools]
-        cache = paged.PagedCache(*pools)
+        cache = paged.PagedCache(pools[0], pools[1])
         table = paged.PageTable(arrays["pages"], arrays["lengths"], jnp.ones(case.number_of_pages(), jnp.int32))
         given, query = mods(arrays), arrays["query"][0]
         if case.shared:
