@@ -13,6 +13,7 @@ from tests.backends.mosaic_tpu import aot
 from tests.bound_case import BoundCase
 from tests.cases import CASES
 from tests.cases.edges import random_case
+from tests.marks import some_slow
 
 needs_compiler = [
     pytest.mark.aot,
@@ -62,7 +63,7 @@ def test_sample_has_every_case_on_two_chips():
         assert chosen.count(entry) == len(aot.TOPOLOGIES)
 
 
-@pytest.mark.parametrize("seed", range(0, aot.RANDOM, 3))
+@pytest.mark.parametrize("seed", some_slow(range(0, aot.RANDOM, 3), range(0, aot.RANDOM, 9)))
 def test_random_calls_are_calls(seed: int):
     case, dtype = random_case(seed)
     problem = BoundCase(case, dtype, "reference")
