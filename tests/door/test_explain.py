@@ -19,6 +19,7 @@ from flexjax.look.explain_work import describe_work
 from flexjax.paged.call import PagedArguments, prepare_paged
 from flexjax.passes.dispatch import Run, backend
 from tests.cases.calls import CASES
+from tests.marks import some_slow
 
 B, N, M, T, S, D = 2, 4, 2, 300, 300, 32
 
@@ -415,10 +416,11 @@ def test_an_index_past_the_end_is_noted() -> None:
     )
 
 
-def test_an_ordinary_call_takes_forty_lines(capsys: pytest.CaptureFixture) -> None:
-    """The table of cases, and calls with many blocks, tokens and arrays; prints the largest."""
+@pytest.mark.parametrize("every", some_slow((1, 8), (8,)))
+def test_an_ordinary_call_takes_forty_lines(every: int, capsys: pytest.CaptureFixture) -> None:
+    """Each so many-th row of the table of cases, and calls with many blocks, tokens and arrays; prints the largest."""
     longest = (0, "")
-    chosen = [case for case in CASES.values() if not case.slow]
+    chosen = [case for case in CASES.values() if not case.slow][::every]
     for case in chosen:
         B, N, M, T, S, D, E = case.shape
         lengths = [(N, T, D), (M, S, D), (M, S, E)]

@@ -21,7 +21,8 @@ SUMS = {
     "segments": [OVER_FSDP],
 }
 """By call: over which devices the gradients of what it captures are summed; none for the others."""
-BY_DEFAULT = ("ids|once", "ids, computed in the mask|once", "block mask|once", "ids and learned|scan", "segments|remat")
+# each has what "ids" has, beside more
+BY_DEFAULT = ("ids, computed in the mask|once", "block mask|once", "ids and learned|scan", "segments|remat")
 NAMES = [f"{call}|{around}" for call in CALLS for around in AROUND]
 
 
