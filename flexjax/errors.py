@@ -81,6 +81,9 @@ _OF_JAX = "JAX has removed its internal frames"
 """A piece of the note that JAX adds to errors whose traceback it filters."""
 
 
+_STACK_OF_JAX = "JaxStackTraceBeforeTransformation"
+
+
 class ModError(ValueError):
     """A user's function that cannot be traced or differentiated, or that returns the wrong type or shape. In a notebook
     it is printed as in a script.
@@ -90,6 +93,22 @@ class ModError(ValueError):
         """Leaves out the note by which JAX says, at each jax.jit around the call, that frames are hidden."""
         if _OF_JAX not in note or shows_all_frames():
             super().add_note(note)
+
+    @property
+    def __cause__(self) -> BaseException | None:
+        return BaseException.__cause__.__get__(self)  # type: ignore[attr-defined]
+
+    @__cause__.setter
+    def __cause__(self, cause: BaseException | None) -> None:
+        """Takes the user's frames out of the cause that JAX sets where it differentiates or maps a jitted call: the
+        traceback ends at the user's call, in place of a second one with the frames of flexjax.
+        """
+        if type(cause).__name__ != _STACK_OF_JAX or shows_all_frames():
+            BaseException.__cause__.__set__(self, cause)  # type: ignore[attr-defined]
+        elif cause is not None and not self._placed:  # the first is the innermost
+            self._placed, self.__traceback__ = True, users_part(cause.__traceback__) or self.__traceback__
+
+    _placed = False
 
     @property
     def _render_traceback_(self) -> Callable[..., list[str]]:
@@ -181,6 +200,24 @@ def notebook_lines(error: BaseException) -> list[str]:
         if is_users_file(f.filename) and not (shell and f.filename.startswith(shell + os.sep))
     ]
     return "".join(whole.format()).splitlines()
+
+
+def of_call(rule: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a rule of a primitive, whose errors get the call of the keyword `problem` as a note and lose flexjax's
+    frames.
+    """
+
+    @functools.wraps(rule)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        try:
+            return rule(*args, **kwargs)
+        except Exception as error:
+            add_note_once(error, kwargs["problem"].call)  # type: ignore[attr-defined]
+            hide_frames(error)
+            raise
+
+    return called
 
 
 # ------------------------------------------------------------------- public functions

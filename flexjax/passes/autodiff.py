@@ -34,6 +34,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from flexjax.backends.target import Target
+from flexjax.errors import of_call
 from flexjax.mod_tools.settings import own
 from flexjax.parallel.explicit_axes import split_of, split_work
 from flexjax.passes import dispatch, expectations
@@ -211,6 +212,7 @@ backward_p = make_primitive("flexjax_backward", _backward, _backward_shapes, _ch
 # ------------------------------------------------------------------- differentiation
 
 
+@of_call
 @own
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
     """The jvp rule of `forward`: (results, their tangents), zeros for max_scores and rounding.
@@ -259,6 +261,7 @@ def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> 
         )
 
 
+@of_call
 @own
 def _tangent_transpose(
     cotangents: Sequence[Cotangent], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import pickle
 import re
 import traceback
@@ -358,6 +359,56 @@ def test_a_traceback_inside_jit() -> None:
     assert len(lines_of(caught.value)) <= 13
     assert lines_of(caught.value)[-1] == f"{CALL}mask_mod=causal)"
     assert len(notebook_lines(caught.value)) <= 12
+
+
+def loops(s, b, h, q, k):
+    return jax.lax.while_loop(lambda x: x < 1, lambda x: x + 1, s)
+
+
+def total(q):
+    return flexjax.flex_attention(q, q, q, score_mod=loops).sum()
+
+
+AROUND = {
+    "grad": jax.grad(total),
+    "grad of jit": jax.grad(jax.jit(total)),
+    "jit of grad": jax.jit(jax.grad(total)),
+    "jit of grad of jit of jit": jax.jit(jax.grad(jax.jit(jax.jit(total)))),
+    "grad of checkpoint": jax.grad(jax.checkpoint(total)),
+    "vmap of grad of jit": lambda q: jax.vmap(jax.grad(jax.jit(total)))(q[None]),
+    "jvp of jit": lambda q: jax.jvp(jax.jit(total), (q,), (q,)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_traceback_of_what_jax_transforms_ends_at_the_call(name: str) -> None:
+    """Where a program is differentiated after it was traced, frames of flexjax and the call are no longer on the stack."""
+    with pytest.raises(ModError) as caught:
+        AROUND[name](jnp.asarray(Q))
+    error = caught.value
+    assert error.__cause__ is None
+    assert not any(file.startswith(os.path.dirname(flexjax.__file__)) for file in files_of(error))
+    assert [f.name for f in traceback.extract_tb(error.__traceback__)][-1] == "total"
+    text = (
+        "`score_mod` cannot be differentiated: Reverse-mode differentiation does not work for lax.while_loop or "
+        "lax.fori_loop with dynamic start/stop values. Try using lax.scan, or using fori_loop with static start/stop. Stop "
+        "the gradient before that operation with jax.lax.stop_gradient, or give the function a derivative rule with "
+        "jax.custom_jvp."
+    )
+    assert str(error) == f"{text}\n{place(loops, 0)}"
+    assert error.__notes__ == [f"{CALL}score_mod=loops)"]
+    assert len(notebook_lines(error)) <= 12
+
+
+def test_a_cause_that_is_not_of_jax_stays() -> None:
+    def refuse() -> None:
+        raise ModError("b") from KeyError("a")
+
+    with pytest.raises(ModError, match=r"^b$") as caught:
+        refuse()
+    assert isinstance(caught.value.__cause__, KeyError)
+    caught.value.__cause__ = TypeError("c")
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_a_traceback_in_a_notebook() -> None:
