@@ -36,7 +36,7 @@ SIGNATURES = {
         "key_value_seq_lengths=None, origin=None, precision=None, tolerance=None, score_bound=None, "
         "return_aux=None, implementation=None, context=None",
     "paged_attention": "query, cache, table, *, score_mod=None, weights=None, mask_mod=<function causal>, query_seq_lengths=None, cu_q_lens=None, "
-        "scale=None, sinks=None, shared=None, origin=None, kernel_options=None, return_aux=None, implementation=None",
+        "scale=None, sinks=None, shared=None, origin=None, kernel_options=None, tolerance=None, score_bound=None, return_aux=None, implementation=None",
     "attention_weights": "query, key, *, score_mod=None, weights=None, mask_mod=None, block_mask=None, scale=None, sinks=None, layout='BTNH', "
         "origin=None",
     "merge_attention_states": "outs, lses, axis=0",
