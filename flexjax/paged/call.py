@@ -149,11 +149,11 @@ def paged_attention(
         k, v = flexjax.paged.gather(cache, table)
         flex_attention(query, k, v, origin=Origin(query="end"), key_value_seq_lengths=table.lengths, ...)
 
-    but it reads only pages with keys that mask_mod shows. Results are batch-invariant: bitwise the same whatever the
-    other requests, page numbers, sizes and padding are. New lengths, tables and offsets compile nothing. Gradients, on
-    xla, reach query, scale, sinks and the arrays that score_mod and weights capture, not the cache. There is no
-    dropout. Raises ValueError for arguments that do not fit, NotImplementedError if no backend accepts the call. See
-    docs/serving.md.
+    but it reads only pages with keys that mask_mod shows. Results are batch-invariant without `tolerance`: bitwise the
+    same whatever the other requests, page numbers, sizes and padding are. New lengths, tables and offsets compile
+    nothing. Gradients, on xla, reach query, scale, sinks and the arrays that score_mod and weights capture, not the
+    cache. There is no dropout. Raises ValueError for arguments that do not fit, NotImplementedError if no backend
+    accepts the call. See docs/serving.md.
     """
     arguments = PagedArguments(query, cache, table, return_aux=return_aux, **keywords)
     try:
