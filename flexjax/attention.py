@@ -201,7 +201,7 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
 
 
 def _divisor(weights: Weights, totals: Array) -> Array:
-    """The divisor of each row, in the shape of `totals`."""
+    """The divisor of each row, with as many axes as `totals`, of its lengths or 1."""
     assert weights.divisor is not None
     given = weights.divisor(totals)
     a_number = isinstance(given, Array | np.ndarray | np.generic | int | float)
@@ -211,7 +211,7 @@ def _divisor(weights: Weights, totals: Array) -> Array:
         got = f"a function that returns {f'shape {shape}' if a_number else repr(given)}"
         expected = f"a number for each total of shape {totals.shape}"
         raise bad_argument("weights.divisor", got, expected, "Keep the axes of a reduction (keepdims=True).")
-    return jnp.broadcast_to(jnp.asarray(given), totals.shape)
+    return jnp.expand_dims(jnp.asarray(given), tuple(range(totals.ndim - len(shape))))
 
 
 def _reference(call: PreparedCall, arguments: Arguments) -> Results:

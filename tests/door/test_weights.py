@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import AuxRequest, Weights, masks
@@ -224,3 +226,17 @@ def test_a_divisor_of_another_shape_is_refused(divisor: typing.Any, got: str) ->
 def test_a_divisor_that_broadcasts(divisor: typing.Any) -> None:
     found = attend(weights=Weights(silu, divisor))(*arrays())
     np.testing.assert_allclose(found, attend(weights=silu)(*arrays()) / 6, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize(
+    "divisor", [lambda t: t.mean(1, keepdims=True), lambda t: 6.0, lambda t: jnp.full((1, T, 1), 6.0)]
+)
+def test_a_divisor_that_broadcasts_over_explicit_axes(divisor: typing.Any) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    run = jax.jit(attend(weights=Weights(silu, divisor)))
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in arrays()]
+        found = run(*split)
+    assert found.sharding.spec[0] == "x"
+    np.testing.assert_allclose(found, run(*arrays()), atol=1e-6)

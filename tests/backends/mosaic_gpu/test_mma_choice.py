@@ -104,6 +104,17 @@ def test_a_tile_fits_every_card(capability: str) -> None:
             assert block is None or (block % tile.block_q == 0 and block % tile.block_kv == 0)
 
 
+@pytest.mark.parametrize("capability", CARDS)
+def test_beside_expectations_the_small_tiles_come_first(capability: str) -> None:
+    card, crowd = CARDS[capability], lambda made: dataclasses.replace(made, crowded=True)
+    for dim in (16, 64, 96, 128):
+        usual, small = (forward_mma_tiles.forward_candidates(x, card) for x in (plan(dim), crowd(plan(dim))))
+        assert set(usual) == set(small), "no tile that an option may ask for goes"
+        assert (small[0].rows, small[0].block_kv) == (64, 32)
+        for kernel in choose_kernel.mma_backward_kernels(crowd(plan(dim)), card):
+            assert (kernel.rows, kernel.visited) == (64, 32)
+
+
 @pytest.mark.parametrize("target", [A100, RTX])
 def test_options_choose_among_the_tiles(target: Target) -> None:
     found = support.BACKEND.tile_candidates(plan(64, **MMA), target)

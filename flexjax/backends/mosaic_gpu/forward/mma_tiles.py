@@ -115,7 +115,7 @@ def forward_candidates(plan: KernelPlan, card: Card) -> tuple[MmaForwardTile, ..
         shapes.sort(key=lambda shape: shape != (1, 64))
     keys = (64, 128, 32) if large <= 64 else (64, 32)
     if plan.crowded:
-        keys = (32, 64)
+        keys = tuple(sorted(keys))
     origin, options, blocks = plan.origin, plan.options, plan.blocks
     run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     found: list[MmaForwardTile] = []
