@@ -44,6 +44,11 @@ class BlockLayout:
     # `tolerance` left blocks out that the program shows: to visit them is never wrong, and not what was asked for
     thinned: bool = False
 
+    def __repr__(self) -> str:
+        """Without fields that have their default: see `plan_text`."""
+        given = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"BlockLayout({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
     def changed(self, **fields: int | bool) -> "BlockLayout":
         """This layout with other values of some fields, for other lists: `known` is None."""
         return dataclasses.replace(self, known=None, **fields)  # pyright: ignore[reportArgumentType]

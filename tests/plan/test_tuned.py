@@ -23,7 +23,7 @@ from flexjax.call.arguments import Arguments
 from flexjax.call.prepare import prepare
 from flexjax.passes import dispatch
 from flexjax.plan import tuned
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 from tests.arrays import array
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
 
@@ -208,6 +208,14 @@ def test_a_field_that_a_later_version_adds_changes_no_digest() -> None:
     assert tuned.plan_text(later(**fields, later=1)) == tuned.plan_text(plan()).replace(
         "deterministic:", "later: 1\ndeterministic:"
     )
+
+    later_layout = dataclasses.make_dataclass(
+        "BlockLayout", [("later", int, dataclasses.field(default=0))], bases=(BlockLayout,), frozen=True, repr=False
+    )
+    numbers = (1, 1, 128, 128, 3, 0, 3, 0)
+    with_blocks = lambda blocks: tuned.plan_text(dataclasses.replace(plan(), blocks=blocks))
+    assert with_blocks(later_layout(*numbers)) == with_blocks(BlockLayout(*numbers))
+    assert len({with_blocks(x) for x in (BlockLayout(*numbers), later_layout(*numbers, later=1))}) == 2
 
 
 # ------------------------------------------------------------------- the lookup
