@@ -437,7 +437,8 @@ def _known_lists(mask: BlockMask) -> KnownLists | None:
     num, index, full_num, full_index = mask.on_host
     pairs = ((num, index), (full_num, full_index))
     arrays = tuple(x if pair[1].shape[-1] else None for pair in pairs for x in pair)
-    return KnownLists(arrays, fixed=not mask.captures and mask.origin is None and not mask.from_user_lists)
+    follow = not mask.captures and mask.origin is None and not mask.from_user_lists and mask.claim is None
+    return KnownLists(arrays, fixed=follow)
 
 
 _sorted = jax.jit(in_range, static_argnums=2)  # one dispatch in an eager call

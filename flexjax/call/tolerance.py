@@ -118,10 +118,15 @@ def check_call(
     return tolerance
 
 
-def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str) -> None:
-    """Raises ValueError unless a call is the one for which its block mask was made with `tolerance`."""
+def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str, split: bool = False) -> None:
+    """Raises ValueError unless a call, perhaps `split` by context=, is the one for which its block mask was made with
+    `tolerance`.
+    """
     made = "made with tolerance for another"
     remake = "Make it with create_block_mask for this call, or pass tolerance= to flex_attention."
+    instead = "Pass tolerance= to flex_attention, which takes it."
+    if split:
+        remake, instead = "Make it with create_block_mask for this call.", "Make the block mask without tolerance."
     if arguments.score_mod is None or arguments.weights is not None:
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)
     if arguments.kernel_options is not None and arguments.kernel_options.invariant:
@@ -140,7 +145,7 @@ def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str) -
     if any(isinstance(x, Tracer) for x in traced.arrays):
         raise bad_argument(
             "block_mask", "made with tolerance, and the captured arrays of score_mod are traced",
-            "arrays that are known, to compare their numbers", "Pass tolerance= to flex_attention, which reads them.",
+            "arrays that are known, to compare their numbers", instead,
         )  # fmt: skip
     if digests_of(traced.arrays) != claim.digests:
         raise bad_argument("block_mask", f"{made} score_mod's captured numbers", "one for this call's", remake)
@@ -155,8 +160,7 @@ def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str) -
     for name, value in more.items():
         if value is not None:
             raise bad_argument(
-                name, "given beside a block mask that was made with tolerance", "None",
-                "Pass tolerance= to flex_attention, which takes it.",
+                name, "given beside a block mask that was made with tolerance", "None", instead,
             )  # fmt: skip
     if dtype == FLOAT8:
         raise bad_argument(

@@ -130,7 +130,7 @@ def build(context: object, given: Given) -> Built:
     if call.plan.options.invariant:
         raise NotImplementedError(invariant.refuses_parts("context"))
     if isinstance(block_mask, BlockMask) and block_mask.claim is not None:
-        check_claim(block_mask.claim, given.arguments, call.plan.head_dim, call.plan.dtype)
+        check_claim(block_mask.claim, given.arguments, call.plan.head_dim, call.plan.dtype, split=True)
     tokens = (None, None) if existing is not None else (placed.layout.q_len, placed.layout.kv_len)
     exact = (placed.origin.batch is None, placed.origin.head is None, True, True)
     reach = Reach((call.plan.batch, call.plan.q_heads, tokens[0], tokens[1]), exact)

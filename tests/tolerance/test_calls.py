@@ -351,6 +351,22 @@ def test_a_block_mask_with_a_claim_refuses_another_call(name: str) -> None:
     assert str(error.value).startswith(begins)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (dict(score_mod=mods.distance_penalty(0.5)), "Make it with create_block_mask for this call."),
+        (SAME | dict(key_value_seq_lengths=jnp.asarray([3, 4])), "Make the block mask without tolerance."),
+    ],
+)
+def test_over_devices_the_advice_is_not_tolerance(arguments: dict[str, Any], sentence: str) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    context = flexjax.ContextParallel("x", flexjax.context_layout(masks.causal, T, devices=2, block_size=BLOCK))
+    with jax.set_mesh(mesh), refusal() as error:
+        flexjax.flex_attention(Q, K, V, block_mask=made(), context=context, **arguments)
+    assert str(error.value).endswith(f" {sentence}")
+
+
 def test_a_block_mask_with_a_claim_refuses_other_numbers() -> None:
     mask = made(score_mod=falling(SLOPES))
     with refusal() as error:
@@ -363,7 +379,7 @@ def test_a_block_mask_with_a_claim_refuses_other_numbers() -> None:
         jax.jit(lambda x: flexjax.flex_attention(Q, K, V, score_mod=falling(x), block_mask=mask))(SLOPES)
     assert str(error.value) == (
         "`block_mask` is made with tolerance, and the captured arrays of score_mod are traced; expected arrays that are "
-        "known, to compare their numbers. Pass tolerance= to flex_attention, which reads them."
+        "known, to compare their numbers. Pass tolerance= to flex_attention, which takes it."
     )
     with refusal() as error:
         mask[0]
