@@ -88,7 +88,8 @@ def check_quantised(stored: str, dtype: str, given: bool, dim: int, queries: int
     scales = (jnp.full(M, 0.04), jnp.full(M, 0.03)) if given else None
     cache = paged.empty(2 * columns, page, M, dim, E=128, dtype=stored, scales=scales)
     if stored != "int8":
-        cache = dataclasses.replace(cache, **{x: jnp.full_like(getattr(cache, x), jnp.nan) for x in ("key", "value")})
+        unwritten = lambda x: dataclasses.replace(x, values=jnp.full_like(x.values, jnp.nan))
+        cache = paged.PagedCache(unwritten(cache.key), unwritten(cache.value))
     tokens = draw(0, 3, most, M, dim), draw(1, 3, most, M, 128)
     cache, table = quick_jit(paged.append)(cache, table, *tokens, query_seq_lengths=lengths)
     if not given:
