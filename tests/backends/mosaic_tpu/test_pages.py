@@ -160,8 +160,8 @@ def test_quantised_pages(stored: str, dtype: str, given: bool, queries: int) -> 
     table, _ = paged.allocate(paged.table(3, 20, 40, page), lengths)
     empty = paged.empty(40, page, heads, D, dtype=stored, scales=scales)
     if stored != "int8":
-        hole = jnp.full_like(empty.key, jnp.nan)
-        empty = dataclasses.replace(empty, key=hole, value=hole)
+        hole = lambda x: dataclasses.replace(x, values=jnp.full_like(x.values, jnp.nan))
+        empty = paged.PagedCache(hole(empty.key), hole(empty.value))
     tokens = draw(0, 3, 150, heads, D), draw(1, 3, 150, heads, D)
     cache, table = quick_jit(paged.append)(empty, table, *tokens, query_seq_lengths=lengths)
     q = draw(2, 3, queries, N, D).astype(dtype)
