@@ -5,6 +5,7 @@ A problem is one sequence with causal attention of some mods. A way returns (out
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,7 +232,7 @@ def head_shards(p: Problem, count: int) -> Iterator[Found]:
 
 def meshed(p: Problem, kind: AxisType, axis: str) -> Found:
     """Batch or heads over the devices of a mesh."""
-    devices = jax.devices() if axis == "b" else jax.devices()[: p.N]
+    devices = jax.devices() if axis == "b" else jax.devices()[: math.gcd(p.M, jax.device_count())]
     n = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices), ("x",), axis_types=(kind,))
     spec = P("x") if axis == "b" else P(None, None, "x")
