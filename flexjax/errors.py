@@ -100,9 +100,7 @@ class ModError(ValueError):
 
     @__cause__.setter
     def __cause__(self, cause: BaseException | None) -> None:
-        """Takes the user's frames out of the cause that JAX sets where it differentiates or maps a jitted call: the
-        traceback ends at the user's call, in place of a second one with the frames of flexjax.
-        """
+        """Takes no more than the user's frames from the cause that JAX sets where it transforms a jitted call."""
         if type(cause).__name__ != _STACK_OF_JAX or shows_all_frames():
             BaseException.__cause__.__set__(self, cause)  # type: ignore[attr-defined]
         elif cause is not None and not self._placed:  # the first is the innermost
