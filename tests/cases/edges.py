@@ -45,6 +45,14 @@ EDGES: dict[str, Row] = dict(
             extra=(1, 64), scale=0.1, dropout=0.1, block=Block(64, batch=True),
             captures=(("bias", normal(8, 4095)), ("doc", documents(9, 2, 2048))),
         ),
+        *(
+            _plain(
+                f"expectations_{dtype}", (1, 8, 4, 4096, 4096, 128, 128), dtype, mask="causal", score="relative_bias", block=Block(128),
+                expectations=("of_score", "distance", "learned_gate"),
+                captures=(("bias", normal(8, 8191)), ("gain", normal(8)), ("key_value", normal(4096))),
+            )
+            for dtype in ("bfloat16", "float32")
+        ),
     ]
 )  # fmt: skip
 

@@ -7,6 +7,9 @@
 
 Of a weighted plan s' is the weight, p = s' and ds' = r * (dO . V) + d_lse, with d_lse the cotangent of the total.
 
+Beside expectations (passes/expectations.py) the derivative program has a second group, fbar and its derivatives: fbar
+is added to dO . V, and p times its derivative to ds and to each dload.
+
 Where both passes round weights alike (tile_math.py), dload_n is computed with w * (dO . V) - p * (delta - d_lse) in
 place of ds'. w is p * r with the rounding of the forward kernel. The sum of that along a row is free of what the
 rounding does to delta.
@@ -102,28 +105,35 @@ def strip_gradients(
 
     weighted = scores.plan.weighted
     if weighted:
-        p, slope, *load_slopes = scores.scores(step, products.qk * np.float32(scores.plan.scale))
+        p, slope, *rest = scores.scores(step, products.qk * np.float32(scores.plan.scale))
     else:
-        exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
+        exponent, slope, rest = _exponent_and_slopes(scores, step, products.qk, products.lse)
         p = jnp.exp2(exponent if on_before_exp is None else jnp.where(on_before_exp, exponent, -jnp.inf))
     multiplier = scores.dropout(step)
     dp = products.dp if multiplier is None else products.dp * multiplier
-    d_score = dp - products.shift if weighted else p * (dp - products.shift)
-    ds = zero_where_off(d_score if slope is None else d_score * slope)
+    reads = 0 if scores.score is None else len(scores.score.gradients)
+    load_slopes, beside = rest[:reads], rest[reads:]
+    shift = products.shift - beside[0] if beside else products.shift
+    d_score = dp - shift if weighted else p * (dp - shift)
+    ds = d_score if slope is None else d_score * slope
+    ds = zero_where_off(ds + p * beside[1] if beside else ds)
     weights = p if multiplier is None else p * multiplier
     if wanted and scores.plan.rounds_weights_alike:
         power = products.lse * np.float32(LOG2E) if scores.large else products.lse
         fraction = tile_math.power_below(power, jnp.ceil(power))
         rounded = round_to(weights * jnp.exp2(fraction), scores.plan.dtype, scores.plan.options.interpret)
-        d_score = rounded * jnp.exp2(-fraction) * products.dp - p * products.shift
-    loads = {n: zero_where_off(jnp.broadcast_to(d_score * load_slopes[n], products.qk.shape)) for n in wanted}
+        d_score = rounded * jnp.exp2(-fraction) * products.dp - p * shift
+    loads = {n: d_score * load_slopes[n] for n in wanted}
+    loads = {n: x + p * beside[2 + n] for n, x in loads.items()} if beside else loads
+    loads = {n: zero_where_off(jnp.broadcast_to(x, products.qk.shape)) for n, x in loads.items()}
     return StripGradients(zero_where_off(weights), ds, loads)
 
 
 def _exponent_and_slopes(
     scores: TileScores, step: KernelStep, qk: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
-    """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients]) on a strip.
+    """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients, and the second
+    group of the derivative program, if there is one]) on a strip.
 
     The list is empty without a derivative program, and with a separated bias, where the kernel does not evaluate the
     whole program.
@@ -137,9 +147,9 @@ def _exponent_and_slopes(
         exponent = exponent if bias.tile is None else exponent + bias.tile
         exponent = exponent - (lse if bias.row_term is None else lse - bias.row_term)
         return exponent, None if c == 1.0 else jnp.float32(c), []
-    score, slope, *load_slopes = scores.scores(step, qk * np.float32(scale))
+    score, slope, *rest = scores.scores(step, qk * np.float32(scale))
     # a large lse is natural, and is subtracted before the conversion to base 2
     if scores.large:
         distance = tile_math.large_distance(scores.plan.score, score, lse)
-        return distance * np.float32(LOG2E), slope, load_slopes
-    return score * np.float32(LOG2E) - lse, slope, load_slopes
+        return distance * np.float32(LOG2E), slope, rest
+    return score * np.float32(LOG2E) - lse, slope, rest

@@ -5,7 +5,8 @@
 Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum as
 [queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends.
 Exponentials are to base 2; without a score program, the scale is folded into their argument. Of a weighted plan the
-scores are the weights: there is no maximum, no exponential and no division, and lse is the row sum.
+scores are the weights: there is no maximum, no exponential and no division, and lse is the row sum. The sum of an
+expectation, of exponentials times a function of the scores, is kept and divided as the row sum and the output are.
 
 The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); the pipeline of Pallas copies all
 others.
@@ -67,6 +68,7 @@ class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
     lse: T  # [1, queries] float32, natural logarithms
     max_scores: T | None  # [1, queries] float32
     rounding: T | None  # what rounding took from out, [queries, E]
+    expectations: tuple[T, ...]  # like lse
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
@@ -75,6 +77,7 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
     maximum: T  # row maximum, the same in each lane, [queries, 128]
     total: T  # partial row sums, [queries, 128]
     accumulated: T  # output before it is divided by the row sum, [queries, E]
+    sums: tuple[T, ...]  # of expectations, as `total`
     slots: PageSlots[T] | None  # tiles of keys and values in pages
 
 
@@ -136,8 +139,8 @@ class ForwardKernel:
         @pl.when(visit.first)
         def open_row() -> None:
             fill(refs.scratch.maximum, -jnp.inf)
-            fill(refs.scratch.total, 0.0)
-            fill(refs.scratch.accumulated, 0.0)
+            for ref in (refs.scratch.total, refs.scratch.accumulated, *refs.scratch.sums):
+                fill(ref, 0.0)
 
         def every_strip(checked: bool) -> None:
             tiles = self.tiles
@@ -151,35 +154,36 @@ class ForwardKernel:
         def close_row() -> None:
             self.finish_row(KernelStep(refs, visit, Strip(self.tiles.q, 0, min(LANES, self.tiles.kv)), False))
 
-    def strip_scores(self, step: KernelStep, qk: jax.Array) -> jax.Array:
-        """The scores of a strip of which the row maximum is taken, float32 (queries, keys), from the products q . k.
+    def strip_scores(self, step: KernelStep, qk: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """(scores of a strip of which the row maximum is taken, float32 (queries, keys), from the products q . k; the
+        functions of them whose expectations are asked for, which broadcast to that).
 
         Without a score program (`identity`) they are q . k itself; with a separated bias the scores in base 2, without
         the row term unless `whole_powers`; otherwise the scores after score_mod.
         """
         if self.identity:
-            return qk
+            return qk, []
         separated = self.scores.separated
         if separated is None:
-            scores = self.scores.scores(step, qk * np.float32(self.plan.scale))[0]
-            return scores * np.float32(LOG2E) if self.in_base_2 else scores
+            scores, *functions = self.scores.scores(step, qk * np.float32(self.plan.scale))
+            return scores * np.float32(LOG2E) if self.in_base_2 else scores, functions
         bias = self.scores.bias(step)
         x = qk * np.float32(self.plan.scale * separated.scale * LOG2E)
         x = x if bias.tile is None else x + bias.tile
-        return x + bias.row_term if self.whole_powers and bias.row_term is not None else x
+        return x + bias.row_term if self.whole_powers and bias.row_term is not None else x, []
 
     def add_strip(self, step: KernelStep) -> None:
         """One step of the online softmax, or of plain sums: adds the keys of a strip to the sums in scratch."""
         refs: Refs = step.refs
         plan, strip = self.plan, step.strip
-        maximum, total, accumulated, slots = refs.scratch
+        maximum, total, accumulated, sums, slots = refs.scratch
         if self.copies is None or slots is None:
             keys, values = refs.inputs.key[strip.columns, :], refs.inputs.value[strip.columns, :]
         else:
             keys, values = self.copies.tile_of(step.visit, slots, strip.columns)
         key_scale, value_scale = refs.inputs.key_scale, refs.inputs.value_scale
         qk = dot(refs.inputs.query[...], keys, NT)
-        x = self.strip_scores(step, qk if key_scale is None else qk * key_scale[:, strip.columns])
+        x, functions = self.strip_scores(step, qk if key_scale is None else qk * key_scale[:, strip.columns])
         on = self.scores.on(step) if step.checked else None
         if on is not None:
             x = jnp.where(on, x, 0.0 if plan.weighted else -jnp.inf)
@@ -190,6 +194,9 @@ class ForwardKernel:
                 total[...] += lane_sums(p)
         else:
             p, rescale = self.online_step(x, on, maximum, total)
+        for ref, function in zip(sums, functions, strict=True):
+            terms = p * function if on is None else jnp.where(on, p * function, 0.0)
+            ref[...] = (ref[...] if rescale is None else ref[...] * rescale) + lane_sums(terms)
         # Dropout and the scales of quantised values multiply what is added to the output, not to the row sum.
         multiplier = self.scores.dropout(step)
         if multiplier is not None:
@@ -229,14 +236,14 @@ class ForwardKernel:
         return p, rescale
 
     def finish_row(self, step: KernelStep) -> None:
-        """Writes out, lse, max_scores and rounding of a row of tiles from its sums, at the row's last visit.
+        """Writes the results of a row of tiles from its sums, at the row's last visit.
 
         A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
         -inf; so has a query that does not exist, with a sink too. NaN stays. The strip of `step` may be any of the
         tile: it gives the row term.
         """
         refs: Refs = step.refs
-        out_ref, lse_ref, max_scores_ref, rounding_ref = refs.outputs
+        out_ref, lse_ref, max_scores_ref, rounding_ref, expectations = refs.outputs
         accumulated = refs.scratch.accumulated
         m = refs.scratch.maximum[...]
         if self.scores.separated is not None and not self.whole_powers:
@@ -269,6 +276,10 @@ class ForwardKernel:
         if exists is not None:
             sums = jnp.where(exists[:, :1], sums, 0.0)
         out = sums * repeat_lanes(inverse, accumulated.shape[1])
+        for ref, partial in zip(expectations, refs.scratch.sums, strict=True):
+            value = jnp.sum(partial[...], axis=1, keepdims=True) * inverse[:, :1]
+            value = value if exists is None else jnp.where(exists[:, :1], value, 0.0)
+            ref[...] = value.reshape(1, self.tiles.q)
         if rounding_ref is None:
             out_ref[...] = out.astype(out_ref.dtype)
         else:
@@ -315,11 +326,13 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
                 row_output,
                 row_output if plan.max_scores else None,
                 out_output if plan.returns_rounding else None,
+                (row_output,) * plan.expectations,
             ),
             scratch=ForwardScratch(
                 pltpu.VMEM((tiles.q, LANES), F32),
                 pltpu.VMEM((tiles.q, LANES), F32),
                 pltpu.VMEM((tiles.q, plan.value_dim), F32),
+                (pltpu.VMEM((tiles.q, LANES), F32),) * plan.expectations,
                 None if copies is None else copies.scratch,
             ),
             vmem_limit=chip.vmem_limit,
@@ -328,13 +341,14 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
         ),
         ForwardKernel(plan, tiles, scores, copies),
     )
-    out, lse, max_scores, rounding = typing.cast(ForwardOutputs[jax.Array], found)
+    out, lse, max_scores, rounding, expectations = typing.cast(ForwardOutputs[jax.Array], found)
     from_rows = lambda x: layouts.rows_from_kernel(x, shapes.tokens_first)
     return Results(
         shapes.out.from_kernel(out),
         from_rows(lse),
         None if max_scores is None else from_rows(max_scores),
         None if rounding is None else shapes.out.from_kernel(rounding),
+        jnp.stack([from_rows(x) for x in expectations], -1) if expectations else None,
     )
 
 

@@ -48,8 +48,6 @@ class MosaicTpuBackend:
         """The sentence of the refusal; `derivative` is None without score_mod."""
         if plan.page:
             return "mosaic_tpu has no gradients of a call with keys in pages."
-        if derivative is not None and len(derivative.groups) > 1:
-            return "mosaic_tpu computes no gradients of expectations."
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
@@ -148,8 +146,6 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     """The sentence of the refusal, None if the kernels can run the plan on the chip."""
-    if plan.expectations:
-        return "mosaic_tpu computes no expectations."
     # Pages run with heads joined, and have no backward pass.
     if plan.page:
         reason, joined = _page_refusal(plan), join_heads.joined_plan(plan)

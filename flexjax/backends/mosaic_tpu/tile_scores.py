@@ -45,7 +45,7 @@ class TileScores:
         # int32 [B] each; the last scalar-prefetch arrays
         self.lengths = tuple(x for x in self.operands.lengths or () if x is not None)
         # the score as c * s + bias; a kernel then calls `bias` in place of `scores`
-        whole = self.score is None or self.large or self.plan.weighted
+        whole = self.score is None or self.large or self.plan.weighted or self.plan.expectations > 0
         self.separated = None if whole else separate_bias(typing.cast(Program, self.score))
         if self.separated is not None and not self._needs_only_bias():
             self.separated = None
@@ -74,6 +74,8 @@ class TileScores:
         assert self.separated is not None
         if len(self.score.results) == 1:
             return True
+        if len(self.score.groups) > 1:
+            return False
         slope = self.score.results[1]
         return (
             not self.wants_load_slopes
@@ -130,7 +132,7 @@ class TileScores:
         return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
 
     def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
-        """[s' (rows, cols)] of scaled scores s, float32; of a derivative program also ds'/ds and each ds'/dload."""
+        """[s' (rows, cols)] of scaled scores s, float32, and the other results of the program."""
         results = self._evaluate(SCORE, step, score)
         if results is None:
             return [score]

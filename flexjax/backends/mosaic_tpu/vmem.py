@@ -169,9 +169,9 @@ def forward_bytes(plan: KernelPlan, tiles: VmemTiles) -> int:
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim * (1 + plan.writes_rounding)
     hoisted = sum(hoisted_bytes(p, plan, tiles.q, tiles.kv) for p in (plan.score, plan.mask, plan.dropout))
-    scratch = tiles.q * (2 * LANES + value_dim) * 4
+    scratch = tiles.q * ((2 + plan.expectations) * LANES + value_dim) * 4
     work = tiles.q * min(tiles.strip, tiles.kv) * 4 * temporaries(plan, plan.score) + 2 * tiles.q * value_dim * 4
-    return 2 * (blocks * item + hoisted + 3 * 8 * tiles.q * 4) + scratch + work
+    return 2 * (blocks * item + hoisted + (3 + plan.expectations) * 8 * tiles.q * 4) + scratch + work
 
 
 def backward_bytes(plan: KernelPlan, tiles: VmemTiles, score: Program | None) -> int:

@@ -62,10 +62,9 @@ def served(
 def on_kernel(**call: typing.Any) -> typing.Any:
     """The call on the interpreted kernel, jitted. block_kv: tokens of a tile."""
     options = KernelOptions(interpret=True, block_kv=call.pop("block_kv", None), block_q=call.pop("block_q", None))
+    call = {"return_aux": ALL} | call
     return quick_jit(
-        functools.partial(
-            flexjax.paged_attention, return_aux=ALL, implementation="mosaic_tpu", kernel_options=options, **call
-        )
+        functools.partial(flexjax.paged_attention, implementation="mosaic_tpu", kernel_options=options, **call)
     )
 
 
@@ -104,6 +103,11 @@ def documents(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return KINDS[b, jnp.minimum(kv, 39)] != 3
 
 
+FUNCTIONS = {
+    "distance": lambda s, b, h, q, kv: q - kv,
+    "log": lambda s, b, h, q, kv: s * jnp.log(1.0 + q - kv),
+}  # NaN if hidden
+
 # fmt: off
 CASES: dict[str, tuple[int, int, dict[str, typing.Any]]] = {  # page, T, arguments
     "window": (8, 3, dict(mask_mod=window, block_kv=64)),
@@ -114,6 +118,7 @@ CASES: dict[str, tuple[int, int, dict[str, typing.Any]]] = {  # page, T, argumen
     "page_larger_than_tile": (128, 1, dict(block_kv=64)),
     "page_beside_tile": (24, 1, dict(block_kv=64)),
     "tiles_of_queries": (16, 70, dict(block_q=32, block_kv=64)),
+    "expectations": (16, 3, dict(score_mod=by_request, return_aux=AuxRequest(lse=True, expectations=FUNCTIONS), block_kv=64)),
 }
 # fmt: on
 
