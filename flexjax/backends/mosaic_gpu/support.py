@@ -53,8 +53,6 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     """
     if plan.expectations > MOST_EXPECTATIONS:
         return f"The GPU kernels compute at most {MOST_EXPECTATIONS} expectations, not {plan.expectations}."
-    if plan.expectations and plan.page and not choose_kernel.many_in_pages(plan):
-        return "The GPU kernels for few queries beside pages compute no expectations."
     family, device = family_of(target, plan.options), refuses_device(target, plan.options)
     version = version or jax.__version_info__[:3]
     if plan.page and not choose_kernel.many_in_pages(plan):

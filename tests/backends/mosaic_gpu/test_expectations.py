@@ -74,10 +74,64 @@ def plan_of(queries: int, count: int, **words: typing.Any) -> typing.Any:
     return prepare(Arguments(*arrays, return_aux=asked, **words)).plan
 
 
-def test_few_queries_run_on_the_forward_kernel() -> None:
-    assert family_of(H200, flexjax.KernelOptions()).decodes(plan_of(1, 0))
-    assert not family_of(H200, flexjax.KernelOptions()).decodes(plan_of(1, 1))
-    assert support.refuses(plan_of(1, 4), H200) is None
+def silu(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    return s * jax.nn.sigmoid(s)
+
+
+FEW: dict[str, tuple[typing.Any, dict]] = {
+    "running maximum": (None, dict(mask_mod=masks.causal)),
+    "row term, sinks": (None, dict(mask_mod=masks.causal, score_mod=alibi, sinks=jnp.ones(4))),
+    "weights": (None, dict(mask_mod=masks.causal, weights=silu)),
+    "mma": ("mma", dict(mask_mod=masks.causal, score_mod=alibi)),
+    "mma, weights": ("mma", dict(mask_mod=masks.causal, weights=silu)),
+}
+
+
+def options_of(instruction: typing.Any, **more: typing.Any) -> dict:
+    return dict(
+        implementation="mosaic_gpu",
+        kernel_options=flexjax.KernelOptions(interpret=True, instruction=instruction, **more),
+    )
+
+
+def assert_same(got: dict[str, jax.Array], want: dict[str, jax.Array]) -> None:
+    for x in want:
+        np.testing.assert_allclose(got[x], want[x], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", some_slow(FEW, ["running maximum"]))
+def test_few_queries_over_chunks_of_keys(name: str) -> None:
+    """Three chunks; of the second batch entry no key, and of the first no query at the end."""
+    instruction, words = FEW[name]
+    arrays = [normal("bfloat16", 2, n, heads, 64) for n, heads in ((3, 4), (300, 2), (300, 2))]
+    words |= dict(query_seq_lengths=jnp.asarray([2, 3]), key_value_seq_lengths=jnp.asarray([290, 0]))
+    words |= dict(origin=flexjax.Origin(query="end"), return_aux=AuxRequest(expectations=ASKED.expectations))
+    attend = lambda **more: flexjax.flex_attention(*arrays, **words, **more)[1].expectations
+    assert_same(attend(**options_of(instruction, split=128)), attend(implementation="xla"))
+
+
+PAGED = {"bfloat16": (None, None), "int8": (None, "int8"), "mma, float8": ("mma", "float8_e4m3fn")}
+
+
+@pytest.mark.parametrize("name", some_slow(PAGED, ["int8"]))
+def test_few_queries_beside_pages(name: str) -> None:
+    instruction, stored = PAGED[name]
+    key, value = (normal("bfloat16", 20, 16, 2, 128) + i for i in range(2))
+    cache = flexjax.paged.PagedCache(key, value)
+    if stored is not None:
+        bytes_ = (flexjax.Quantized((x * 16).astype(stored), jnp.full(2, 0.06)) for x in (key, value))
+        cache = flexjax.paged.PagedCache(*bytes_)
+    pages = array(np.random.default_rng(1).permutation(20)[:18].reshape(2, 9).astype(np.int32))
+    table = flexjax.paged.PageTable(pages, jnp.asarray([140, 37]), jnp.zeros(20, jnp.int32), 16)
+    query = normal("bfloat16", 2, 2, 4, 128)
+    attend = lambda **more: flexjax.paged_attention(query, cache, table, return_aux=ASKED, **more)[1].expectations
+    assert_same(attend(**options_of(instruction)), attend(implementation="xla"))
+
+
+def test_few_queries_run_on_the_decode_kernel() -> None:
+    for count in (0, 1, 4):
+        assert family_of(H200, flexjax.KernelOptions()).decodes(plan_of(1, count))
+        assert support.refuses(plan_of(1, count), H200) is None
 
 
 def test_five_are_refused() -> None:

@@ -52,7 +52,7 @@ def launch_decode(
         inputs,
         DecodeOutputs(
             out=output((*shape, tile.used_rows, tile.value_dim), jnp.float32, inputs.query),
-            stats=output((*shape, 2, tile.used_rows), jnp.float32, inputs.query),
+            stats=output((*shape, tile.statistics, tile.used_rows), jnp.float32, inputs.query),
         ),
         scratch,
         name=name,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,8 +10,10 @@ from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS
 from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.scales import scales_of_tile
 from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
-from flexjax.backends.mosaic_gpu.forward.rows import program_at_rows
-from flexjax.backends.mosaic_gpu.machine import registers
+from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, State
+from flexjax.backends.mosaic_gpu.forward.rows import Programs, program_at_rows
+from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
+from flexjax.backends.mosaic_gpu.machine import registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
 from flexjax.backends.mosaic_gpu.programs.tile_programs import TileProgram
@@ -40,6 +43,23 @@ class ItemConsumer:
             return [], []
         key, value = (scales_of_tile(self.setup, scale, item, start) for scale in self.inputs.scales)
         return key, value
+
+    def softmax(
+        self, s: jax.Array, programs: Programs, state: State, number: Scalar, start: Scalar, end: Scalar
+    ) -> tuple[jax.Array, Rescale, State]:
+        """`Softmax.step` of a key tile's products, with the sums of expectations; the last three as `masked` has."""
+        softmax, before = self.setup.softmax, state
+        scores = scores_of(programs.score, s, self.setup.plan.scale, softmax.takes_whole_scores)
+        p, rescale, state = softmax.step(self.masked(scores, programs.mask, number, start, end), before)
+        if softmax.functions:
+            masked = programs.mask is not None or self.setup.items.has_limits
+            state = state._replace(sums=softmax.sums_after(p, scores.other_results, before, rescale, masked))
+        return p, rescale, state
+
+    def statistics(self, state: State, programs: Programs) -> tuple[jax.Array, ...]:
+        """What DecodeOutputs has of the rows beside out, each [ROWS], after the last step."""
+        softmax = self.setup.softmax
+        return *softmax.finish(state, programs.row_term(softmax)), *map(thread_tiles.sum_lanes, state.sums)
 
     def masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
         """The scores after score_mod, hidden where mask_mod hides them, and at keys from `end` on.

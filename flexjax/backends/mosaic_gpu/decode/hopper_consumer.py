@@ -33,7 +33,6 @@ from flexjax.backends.mosaic_gpu.decode.items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode.scales import scaled_columns
 from flexjax.backends.mosaic_gpu.forward.online_softmax import State
 from flexjax.backends.mosaic_gpu.forward.rows import Programs
-from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import (
@@ -56,7 +55,7 @@ class Partial(typing.NamedTuple):
 
     out: jax.Array  # [ROWS, value dim] float32, the sum of P V relative to `top`
     top: jax.Array  # [ROWS] float32, the softmax reference of each row, -inf where nothing is visible
-    total: jax.Array  # [ROWS] float32, the sum of the exponentials relative to `top`
+    sums: tuple[jax.Array, ...]  # [ROWS] float32, relative to `top`: of the exponentials, and of expectations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,8 @@ class DecodeConsumer(ItemConsumer):
         steps = lax.div(item.total + 1 - group, i32(2))
         out, state = lax.fori_loop(i32(0), steps, step, (out, setup.softmax.start))
         arrive_read(scratch.query_free.at[slot])
-        own = Partial(out, *setup.softmax.finish(state, programs.row_term(setup.softmax)))
+        top, *sums = self.statistics(state, programs)
+        own = Partial(out, top, tuple(sums))
         when(group == SECOND)(lambda: self._hand_over(own))
         when(group == FIRST)(lambda: self._write(item, own))
 
@@ -148,14 +148,7 @@ class DecodeConsumer(ItemConsumer):
             arrive_read(scratch.key_free.at[slot])
         if key_scales:
             s = scaled_columns(s, key_scales)
-        scores = self.masked(
-            scores_of(programs.score, s, setup.plan.scale, setup.softmax.takes_whole_scores),
-            programs.mask,
-            number,
-            start,
-            item.end,
-        )
-        p, rescale, state = setup.softmax.step(scores, state)
+        p, rescale, state = self.softmax(s, programs, state, number, start, item.end)
         out = setup.softmax.rescale(out, rescale)
         weights = scaled_columns(p, value_scales) if value_scales else p
         weights = weights.astype(setup.plan.dtype)
@@ -208,8 +201,8 @@ class DecodeConsumer(ItemConsumer):
         scratch, tile = self.scratch, self.setup.tile
         plgpu.barrier_wait(scratch.other_free)
         decode_rows.store_rows(scratch.other, own.out, tile.used_rows)
-        scratch.other_stats[0] = own.top
-        scratch.other_stats[1] = own.total
+        for n, vector in enumerate((own.top, *own.sums)):
+            scratch.other_stats[n] = vector
         plgpu.barrier_arrive(scratch.other_full)
 
     def _write(self, item: DecodeItem, own: Partial) -> None:
@@ -219,20 +212,20 @@ class DecodeConsumer(ItemConsumer):
         other = Partial(
             decode_rows.load_rows(scratch.other, tile.value_dim, tile.used_rows),
             self._read(scratch.other_stats.at[0]),
-            self._read(scratch.other_stats.at[1]),
+            tuple(self._read(scratch.other_stats.at[n]) for n in range(1, tile.statistics)),
         )
         other = ordered(other)  # read before the arrival that lets them be overwritten
         plgpu.barrier_arrive(scratch.other_free)
         top = jnp.maximum(own.top, other.top)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         factors = [softmax.power(part.top - base) for part in (own, other)]
-        total = own.total * factors[0] + other.total * factors[1]
+        sums = (x * factors[0] + y * factors[1] for x, y in zip(own.sums, other.sums, strict=True))
         shape = own.out.shape
         spread = [registers.broadcast_vector(factor, "row", shape) for factor in factors]
         place = (item.b, item.kv_head, item.chunk)
         out = own.out * spread[0] + other.out * spread[1]
         decode_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows)
-        for n, vector in enumerate((top, total)):
+        for n, vector in enumerate((top, *sums)):
             decode_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows)
 
     def _read(self, vector: Ref) -> jax.Array:

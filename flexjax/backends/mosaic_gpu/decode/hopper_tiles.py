@@ -61,7 +61,8 @@ class DecodeTile:
     page_rows: int
     stored: str | None = None  # "int8" or "float8_e4m3fn" for a quantised cache
     lazy_rescale: bool = True  # rescale only when a row maximum has grown by a factor of 2^8
-    straight: bool = False  # whether a quantised cache may be `transposed`: not for products that may be large
+    straight: bool = False  # whether a quantised cache may be `transposed` (`straight`)
+    statistics: int = 2  # numbers of a row beside out: reference, sum of exponentials, sums of expectations
     # the most CTAs of the grid, those that the GPU holds; of the reference GPU until support.py replaces it
     programs: int = REFERENCE_SMS
 
@@ -120,7 +121,7 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     wide_value: Part | None
     # [used_rows, E] float32, the second warpgroup's sums; `transposed`: [8, used_rows, E], those of each warp of both
     other: Part
-    other_stats: Part  # [2, ROWS] float32, its references and its sums of exponentials; [8, 2, columns]
+    other_stats: Part  # [statistics, ROWS] float32, as DecodeOutputs has them; [8, 2, columns]
     query_full: Part
     key_full: Part
     value_full: Part
@@ -152,7 +153,7 @@ def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
         wide_key=tiles(tile.groups, tile.head_dim) if widens else None,
         wide_value=tiles(tile.groups, tile.value_dim) if widens else None,
         other=PlainArray(((warps,) if tile.transposed else ()) + (tile.used_rows, tile.value_dim), "float32"),
-        other_stats=PlainArray((warps, 2, tile.columns) if tile.transposed else (2, ROWS), "float32"),
+        other_stats=PlainArray((warps, 2, tile.columns) if tile.transposed else (tile.statistics, ROWS), "float32"),
         query_full=Barriers(tile.query_slots),
         key_full=Barriers(tile.stages, arrivals=tile.copies),
         value_full=Barriers(tile.stages, arrivals=tile.copies),
@@ -167,6 +168,11 @@ def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
 def decode_fits(tile: DecodeTile) -> bool:
     """Whether a CTA has room in shared memory for the configuration `tile`."""
     return scratch_bytes(decode_scratch(tile)) + BARRIER_BYTES <= SHARED_MEMORY
+
+
+def straight(plan: KernelPlan) -> bool:
+    """Whether the products of a quantised cache may be of its bytes: no large ones, and no sums of expectations."""
+    return not may_be_large_product(plan.score) and not plan.expectations
 
 
 def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
@@ -205,7 +211,8 @@ def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
         page_rows=math.gcd(page, block_kv) if page else block_kv,
         stored=plan.cache_dtype,
         lazy_rescale=not plan.max_scores,
-        straight=not may_be_large_product(plan.score),
+        straight=straight(plan),
+        statistics=2 + plan.expectations,
     )
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)
@@ -230,8 +237,6 @@ def decode_refuses(plan: KernelPlan) -> str | None:
 
 def refuses_call(plan: KernelPlan) -> str | None:
     """Why no decode kernel can run a plan, whatever its tile; None where one can if a tile fits."""
-    if plan.expectations:
-        return "It computes no expectations."
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."

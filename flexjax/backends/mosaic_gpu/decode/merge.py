@@ -55,13 +55,15 @@ def merged(
 ) -> Results:
     """The results of a call, in its layout, from the partial results of its chunks.
 
-    `out` is [B, M, chunks, R, E padded], `stats` [B, M, chunks, 2, R] float32 (`DecodeOutputs`): row r is query r // (N
-    // M) of head r % (N // M) of the key head's group. A sink of `sinks`, [N], is added once to the softmax denominator
-    of each row of its head, not to the row maximum. Queries past `query_lengths`, [B], get out 0, and lse and row
-    maximum -inf.
+    `out` is [B, M, chunks, R, E padded], `stats` [B, M, chunks, statistics, R] float32 (`DecodeOutputs`): row r is
+    query r // (N // M) of head r % (N // M) of the key head's group. A sink of `sinks`, [N], is added once to the
+    softmax denominator of each row of its head, not to the row maximum. Queries past `query_lengths`, [B], get out 0,
+    and lse and row maximum -inf.
     """
     kv_heads, group = plan.kv_heads, plan.group
     out = out[..., : plan.value_dim]
+    if plan.expectations:  # merged as columns of out
+        out = jnp.concatenate([out, jnp.moveaxis(stats[:, :, :, 2:], 3, 4)], -1)
     tops, totals = stats[:, :, :, 0], stats[:, :, :, 1]
     if chunks is not None:
         live, last = chunks
@@ -95,4 +97,6 @@ def merged(
         lse = jnp.where(exists, lse, plan.lse_without_keys)
         largest = jnp.where(exists, largest, -jnp.inf)
     place = lambda x: unpack_rows(x, plan, "BNTH")
-    return Results(place(found.astype(plan.out_dtype)), place(lse), place(largest) if plan.max_scores else None)
+    out, sums = found[..., : plan.value_dim].astype(plan.out_dtype), found[..., plan.value_dim :]
+    most = place(largest) if plan.max_scores else None
+    return Results(place(out), place(lse), most, expectations=place(sums) if plan.expectations else None)

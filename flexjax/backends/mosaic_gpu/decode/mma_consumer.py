@@ -36,7 +36,6 @@ from flexjax.backends.mosaic_gpu.decode.scales import scaled_columns
 from flexjax.backends.mosaic_gpu.forward.online_softmax import State
 from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.forward.setup import present
-from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.machine import registers
 from flexjax.backends.mosaic_gpu.machine.branch import cond, when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32, rows_of, slot_of
@@ -87,9 +86,9 @@ class MmaDecodeConsumer(ItemConsumer):
             out, state = cond(
                 item.total > 0, lambda: self._steps(item, programs, out), lambda: (out, setup.softmax.start)
             )
-        place, row_term = (item.b, item.kv_head, item.chunk), programs.row_term(setup.softmax)
+        place = (item.b, item.kv_head, item.chunk)
         decode_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows)
-        for n, vector in enumerate(setup.softmax.finish(state, row_term)):
+        for n, vector in enumerate(self.statistics(state, programs)):
             decode_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows)
 
     # ----------------------------------------------------------------- the steps
@@ -116,9 +115,7 @@ class MmaDecodeConsumer(ItemConsumer):
         self.next_keys(item, n, tiles)
         if key_scales:
             s = scaled_columns(s, key_scales)
-        scores = scores_of(programs.score, s, setup.plan.scale, setup.softmax.takes_whole_scores)
-        scores = self.masked(scores, programs.mask, here.number, here.start, item.end)
-        p, rescale, state = setup.softmax.step(scores, state)
+        p, rescale, state = self.softmax(s, programs, state, here.number, here.start, item.end)
         out = setup.softmax.rescale(out, rescale)
         values = self._widened(scratch.value.at[slot], scratch.wide_value)
         # cp.async has written zeros past the end, TMA what lies there

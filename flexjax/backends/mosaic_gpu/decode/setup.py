@@ -30,7 +30,7 @@ class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):
     """Partial results of the chunks, float32; those of chunks without a work item are undefined."""
 
     out: Part  # [B, M, chunks, `used_rows`, E], sums of P V relative to the references
-    stats: Part  # [B, M, chunks, 2, `used_rows`], references and sums of exponentials
+    stats: Part  # [B, M, chunks, `tile.statistics`, `used_rows`], references and sums of exponentials, of expectations
 
 
 @dataclasses.dataclass(frozen=True)
