@@ -5,6 +5,9 @@
         least of its rows
     share   log(keys of the block) + U - L: the logarithm of what leaving the block out takes of any row, at most
 
+Where the program only adds to the score, both bounds are also taken less scale * query . mean key, which is the same
+for all keys of a row; the smaller share of a block counts.
+
 Blocks go in ascending order of their shares while these sum to at most the tolerance, so that each row keeps all but
 the tolerance of its probabilities, whatever queries and keys are. Comparisons with NaN are False: such a block stays.
 """
@@ -26,7 +29,8 @@ from flexjax.analysis.intervals import bound, decide
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginLayout, Placed, Starts, key_positions, query_positions
 from flexjax.ir.program import Program
-from flexjax.tolerance.norms import PagedKeys, at_rows, largest, norms, per_query_head, product
+from flexjax.tolerance.norms import PagedKeys, at_rows, largest, norms, per_query_head, product, rounding_of
+from flexjax.tolerance.static import sums_of
 
 Array = jax.Array
 
@@ -105,13 +109,25 @@ def compiled(spec: Spec) -> Callable[[Given], Kept]:
     return jax.jit(functools.partial(kept, spec))
 
 
+class View(typing.NamedTuple):
+    """Scores as they are, or less what each row has with the mean of the keys."""
+
+    # [B, N, T], and the least of the rows of each tile, [B, N, rows]
+    lower: Array
+    least: Array
+    # the largest norms of queries and keys of each block, [B, N, rows] and [B, N, columns]; None: `bound` alone
+    of_queries: Array | None
+    of_keys: Array | None
+    # of keys as they are, and the largest product with the mean of each tile, [B, N, rows]; None: scores as they are
+    whole: Array | None = None
+    moved: Array | None = None
+
+
 def kept(spec: Spec, given: Given) -> Kept:
     """Chooses the blocks, in chunks of rows of blocks; arrays may be traced."""
     rows, columns = spec.counts
-    of_queries, of_keys = _block_norms(spec, given)
-    lower = _lower_of_rows(spec, given)
-    least = _of_tiles(lower, spec.sizes[2])
-    chunk = functools.partial(_chunk, spec, given, of_queries, of_keys, least)
+    views = _views(spec, given)
+    chunk = functools.partial(_chunk, spec, given, views)
     at_once = max(1, min(rows, AT_ONCE // max(1, math.prod(spec.heads) * columns)))
     if at_once >= rows:
         found = chunk(jnp.arange(rows, dtype=jnp.int32))
@@ -119,16 +135,39 @@ def kept(spec: Spec, given: Given) -> Kept:
         numbers = jnp.arange(cdiv(rows, at_once) * at_once, dtype=jnp.int32).reshape(-1, at_once)
         parts = lax.map(lambda part: chunk(jnp.minimum(part, rows - 1)), numbers)
         found = tuple(jnp.moveaxis(x, 0, 2).reshape(*spec.heads, -1, x.shape[-1])[:, :, :rows] for x in parts)
-    keep, mass, tile = found
+    keep, mass, *tiles = found
     tokens = rows * spec.sizes[2]
-    spread = lambda x: jnp.repeat(x, spec.sizes[2], 2, total_repeat_length=tokens)[:, :, : spec.sizes[0], 0]
+    spread = lambda x: jnp.repeat(x, spec.sizes[2], 2, total_repeat_length=tokens)[:, :, : spec.sizes[0]]
     # a row whose own lower bound is above that of its tile loses less
-    fall = jnp.exp(jnp.minimum(spread(tile[..., :1]) - jnp.maximum(lower, spread(tile[..., 1:])), 0))
-    lost = jnp.maximum(spread(mass) * fall, LEAST)
-    return Kept(keep, jnp.where((spread(mass) > 0) & (lower < jnp.inf), lost, 0).astype(jnp.float32))
+    fall = jnp.zeros_like(views[0].lower)
+    for view, (tile, best) in zip(views, (jnp.moveaxis(spread(x), -1, 0) for x in tiles), strict=True):
+        own = jnp.exp(jnp.minimum(tile - jnp.maximum(view.lower, best), 0))
+        fall = jnp.where(tile == -jnp.inf, fall, jnp.maximum(fall, own))
+    mass = spread(mass)[..., 0]
+    lost = jnp.maximum(mass * fall, LEAST)
+    return Kept(keep, jnp.where((mass > 0) & (views[0].lower < jnp.inf), lost, 0).astype(jnp.float32))
 
 
 # ------------------------------------------------------------------- the two bounds
+
+
+def _views(spec: Spec, given: Given) -> list[View]:
+    lower, of_queries, of_keys = _lower_of_rows(spec, given), *_block_norms(spec, given)
+    size = spec.sizes[2]
+    views = [View(lower, _of_tiles(lower, size), of_queries, of_keys)]
+    if not given.key or not sums_of(spec.score):
+        return views
+    # any vector will do
+    count = spec.sizes[1] if given.lengths[1] is None else jnp.maximum(given.lengths[1], 1)[:, None, None, None]
+    means = tuple(jnp.sum(k, 2, keepdims=True) / count for k in given.key)
+    zero = np.zeros((1, spec.sizes[0]), np.int32)
+    exact = dataclasses.replace(spec, rounding=rounding_of(spec.dtype, "highest", sum(k.shape[-1] for k in means)))
+    moved, error = _scores(exact, given._replace(key=means), zero)
+    less = lower - moved - error - SLACK_OF_SCORES * (jnp.abs(lower) + jnp.abs(moved))
+    less = jnp.where(lower == jnp.inf, lower, jnp.where(jnp.isfinite(less), less, -jnp.inf))
+    of_rest = _block_norms(spec, given._replace(key=tuple(map(jnp.subtract, given.key, means))))[1]
+    moved = largest(jnp.abs(moved) + error, size)
+    return [*views, View(less, _of_tiles(less, size), of_queries, of_rest, of_keys, moved)]
 
 
 def _block_norms(spec: Spec, given: Given) -> tuple[Array | None, Array | None]:
@@ -145,15 +184,21 @@ def _block_norms(spec: Spec, given: Given) -> tuple[Array | None, Array | None]:
     return largest(norms(given.query), spec.sizes[2]), largest(whole(given.key), spec.sizes[3])
 
 
-def _limit(spec: Spec, given: Given, of_queries: Array | None, of_keys: Array | None) -> Array:
-    """c: no score of the block is larger in magnitude, [B, N, rows, columns] or what broadcasts to it."""
-    if of_queries is None or of_keys is None:
-        assert given.bound is not None
-        return given.bound
-    size = abs(spec.scale) * of_queries[..., :, None] * of_keys[..., None, :]
-    c = size * (1 + spec.rounding) + 1e-30
+def _limit(spec: Spec, view: View, given: Array | None, q_blocks: Array) -> Array:
+    """c: no score of the block is larger in magnitude, [B, N, rows, columns] or what broadcasts to it.
+
+    `given`   score_bound, of scores as they are
+    """
+    if view.of_queries is None or view.of_keys is None:
+        assert given is not None
+        return given
+    of_queries = abs(spec.scale) * view.of_queries[:, :, q_blocks, None]
+    size = of_queries * view.of_keys[..., None, :]
+    # a kernel rounds products of keys as they are
+    error = size if view.whole is None else size + of_queries * view.whole[..., None, :]
+    c = size + spec.rounding * error + 1e-30
     c = jnp.where(jnp.isfinite(c), c, jnp.nan)  # a product of infinite norms may be NaN
-    return c if given.bound is None else jnp.minimum(c, given.bound)
+    return c if given is None or view.whole is not None else jnp.minimum(c, given)
 
 
 def _lower_of_rows(spec: Spec, given: Given) -> Array:
@@ -263,35 +308,44 @@ def _scores(spec: Spec, given: Given, index: np.ndarray | Array) -> tuple[Array,
 # ------------------------------------------------------------------- the choice
 
 
-def _chunk(
-    spec: Spec, given: Given, of_queries: Array | None, of_keys: Array | None, least: Array, q_blocks: Array
-) -> tuple[Array, Array, Array]:
-    """(keep, what a row of the tile may lose, (lower bound, that of full blocks) of the tile) of rows of blocks."""
+def _chunk(spec: Spec, given: Given, views: list[View], q_blocks: Array) -> tuple[Array, ...]:
+    """(keep, what a row of the tile may lose, (lower bound, that of full blocks) of the tile by view) of rows of
+    blocks; -inf for a view by which nothing goes.
+    """
     columns = spec.counts[1]
     kv_blocks = jnp.arange(columns, dtype=jnp.int32)
     shape = (*spec.heads, q_blocks.shape[0], columns)
     grid = block_grid(*spec.heads, q_blocks, kv_blocks, spec.sizes, _placed(spec, given))
     if given.first is not None:
         grid = dataclasses.replace(grid, b=grid.b + given.first[0], h=grid.h + given.first[1])
-    c = _limit(
-        spec,
-        given._replace(bound=_rows_of(given.bound, q_blocks)),
-        None if of_queries is None else of_queries[:, :, q_blocks],
-        of_keys,
-    )
-    found = bound(spec.score, given.score_captures, grid, score=Interval(-c, c))
-    assert isinstance(found, Interval)
-    low, high = (jnp.broadcast_to(e, shape).astype(spec.dtype) for e in found[:2])
     visible, full = _visible(spec, given, q_blocks, shape)
-    best = jnp.where(full, _finite(low), -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
-    tile = jnp.maximum(least[:, :, q_blocks, None], best)
-    slack = SLACK + SLACK_OF_SCORES * (jnp.abs(high) + jnp.abs(tile))
-    share = high - tile + _log_keys(spec, kv_blocks) + slack
-    share = jnp.where(jnp.isnan(share), jnp.inf, share)
-    # probabilities of 0, hidden entries, and rows that do not exist
-    share = jnp.where((high == -jnp.inf) | ~visible | (tile == jnp.inf), -jnp.inf, share)
+
+    def ends(c: Array, program: Program = spec.score) -> list[Array]:
+        found = bound(program, given.score_captures, grid, score=Interval(-c, c))
+        assert isinstance(found, Interval)
+        return [jnp.broadcast_to(e, shape).astype(spec.dtype) for e in found[:2]]
+
+    shares, tiles = [], []
+    for view in views:
+        c = _limit(spec, view, _rows_of(given.bound, q_blocks), q_blocks)
+        low, high = ends(c)
+        rounds = jnp.zeros((), spec.dtype)
+        if view.moved is not None:  # each sum rounds a number that is larger by the product with the mean
+            sums = [dataclasses.replace(spec.score, results=(x,)) for x in sums_of(spec.score)]
+            sizes = [jnp.where(jnp.isfinite(e), jnp.abs(e), 0) for program in sums for e in ends(c, program)]
+            rounds = SLACK_OF_SCORES * (sum(sizes) + len(sums) * view.moved[:, :, q_blocks, None])
+        best = jnp.where(full, _finite(low - rounds), -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
+        tile = jnp.maximum(view.least[:, :, q_blocks, None], best)
+        slack = SLACK + SLACK_OF_SCORES * (jnp.abs(high) + jnp.abs(tile)) + rounds
+        share = high - tile + _log_keys(spec, kv_blocks) + slack
+        share = jnp.where(jnp.isnan(share), jnp.inf, share)
+        # probabilities of 0, hidden entries, and rows that do not exist
+        shares.append(jnp.where((high == -jnp.inf) | ~visible | (tile == jnp.inf), -jnp.inf, share))
+        tiles.append(jnp.concatenate([tile, best], -1))
+    share = functools.reduce(jnp.minimum, shares)
     gone, mass = _smallest(share, spec.tolerance)
-    return visible & ~gone, mass, jnp.concatenate([tile, best], -1)
+    used = [jnp.any(gone & (x == share) & (x > -jnp.inf), -1, keepdims=True) for x in shares]
+    return visible & ~gone, mass, *(jnp.where(u, x, -jnp.inf) for u, x in zip(used, tiles, strict=True))
 
 
 def _log_keys(spec: Spec, kv_blocks: Array) -> Array:

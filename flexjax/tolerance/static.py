@@ -1,5 +1,8 @@
 """What is known of a score program before it meets an array: whether a bound of its result can leave blocks out."""
 
+import functools
+import math
+
 import jax.numpy as jnp
 
 from flexjax.analysis.interval_rules import RULES
@@ -26,6 +29,33 @@ def indices_of(program: Program) -> frozenset[str]:
     for step in program.steps:
         found.update({out.id: frozenset().union(*map(of, step.inputs)) for out in step.outs})
     return of(program.results[0])
+
+
+@functools.lru_cache(maxsize=256)
+def sums_of(program: Program) -> tuple[Atom, ...]:
+    """The numbers on the way from the score to a result that is it plus what does not depend on it; () for others.
+
+    A choice between such numbers, or of -inf in their place, is one too: a shift of all scores shifts the result.
+    """
+    score = program.inputs[ir.SCORE]
+    depends, sums = {score.id}, {score.id}
+    moves = lambda a: not isinstance(a, Lit) and a.id in sums
+    still = lambda a: isinstance(a, Lit) or a.id not in depends
+    gone = lambda a: isinstance(a, Lit) and a.value == -math.inf
+    found: list[Atom] = []
+    for step in program.steps:
+        if all(map(still, step.inputs)):
+            continue
+        depends.update(out.id for out in step.outs)
+        if not isinstance(step, Op) or step.out.dtype != score.dtype:
+            continue
+        first, *others = step.inputs
+        adds = step.prim in ("add", "sub") and moves(first) and still(others[0])
+        adds = adds or (step.prim == "add" and still(first) and moves(others[0]))
+        if adds or (step.prim == "select_n" and still(first) and all(moves(a) or gone(a) for a in others)):
+            sums.add(step.out.id)
+            found.append(step.out)
+    return tuple(found) if moves(program.results[0]) else ()
 
 
 def unbounded_step(program: Program) -> str | None:

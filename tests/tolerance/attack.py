@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.tolerance.proof import KINDS, MASKS, SCORES, Case, Choice, D, arrays_of, params_of, score_of
+from tests.tolerance.proof import KINDS, MASKS, SCORES, Case, Choice, D, arrays_of, away, params_of, score_of
 
 ADDS = frozenset(SCORES) - {"cap", "temperature", "where", "-inf", "relu"}
 """Steps that add to the score, for which a pair at the bound can be made."""
@@ -149,7 +149,7 @@ class Attack:
         u = r.standard_normal(D)
         u /= np.linalg.norm(u)
         q[0, 0, first : first + block], q[0, 0, first] = 0, u
-        score = np.where(far, score, -60.0)
-        k[0, 0] = (np.repeat(score, block)[:kv_len] * D**0.5)[:, None] * u
+        score, far = (np.repeat(x, block)[:kv_len, None] for x in (score, far))
+        k[0, 0] = np.where(far, score * D**0.5 * u, away(kv_len, u))
         k[0, 0, own] = 0
         return q, k, first

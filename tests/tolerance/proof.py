@@ -239,10 +239,17 @@ def arrays_of(
     return np.float32(q), np.float32(k)
 
 
+def away(count: int, u: np.ndarray) -> np.ndarray:
+    """Keys [count, D] of which no bound knows that a query along u, of length 1, has scores of -60: far from their mean."""
+    across = np.zeros(D)
+    across[:2] = 2.0**12 * np.float32([u[1], -u[0]])
+    return -60 * D**0.5 * u + np.where(np.arange(count) % 2, 1, -1)[:, None] * across
+
+
 def tight(
     length: int, block: int, far: int, slope: float, tolerance: float, factor: float, u: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first query of the last tile looks along u, of length 1, and its near keys away, so that its total is that of its own key.
+    """The first query of the last tile looks along u, of length 1, and its near keys `away`, so that its total is that of its own key.
 
     The keys of the first `far` blocks lie along u, as long as ALiBi of that slope allows a block that holds `factor` of
     the tolerance.
@@ -251,7 +258,7 @@ def tight(
     q, k = np.zeros((1, H, length, D)), np.zeros((1, M, length, D))
     row = length - block
     q[0, :, row] = u
-    k[:] = -60 * D**0.5 * u
+    k[:] = away(length, u)
     k[0, 0, row] = 0
     for j in range(far):
         end = (j + 1) * block - 1

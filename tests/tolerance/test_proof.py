@@ -10,6 +10,8 @@ import pytest
 
 from flexjax.analysis.interval_values import Truth
 from flexjax.tolerance import keep
+from flexjax.tolerance.static import sums_of
+from flexjax.trace.trace_mod import trace_score_mod
 from tests.marks import some_slow
 from tests.tolerance.proof import (
     BLOCK,
@@ -147,16 +149,19 @@ def test_many_blocks_keep_within_the_tolerance_together(monkeypatch: pytest.Monk
     assert most_lost([0.9], **MANY) > 20
 
 
-def lost_at_the_edge() -> float:
+def lost_at_the_edge(common: float = 0.0) -> float:
     """The largest loss over the tolerance of pairs at its edge, where scores are thousands and a float32 steps by 2^-10.
 
-    The fall is read from a table, because that of a product has an interval of its own for its rounding.
+    The fall is read from a table, because that of a product has an interval of its own for its rounding. All keys have
+    `common` in the direction of the query.
     """
     r, length, choice, worst = np.random.default_rng(8), 160, None, 0.0
     table = np.float32(-60.0 * np.abs(np.arange(2 * length) - (length - 1)))
     for _ in range(24):
         u = r.standard_normal(D)
-        pair = tight(length, 1, 1, 60.0, TOLERANCE, 1 + r.uniform(-2e-3, 2e-3), u / np.linalg.norm(u))
+        u /= np.linalg.norm(u)
+        q, k = tight(length, 1, 1, 60.0, TOLERANCE, 1 + r.uniform(-2e-3, 2e-3), u)
+        pair = q, k + np.float32(common * u)
         params = params_of(r, length, length) | {"table": np.tile(table, (H, 1))}
         case = Case(score_of(("table",)), MASKS["causal"], *pair, params)
         choice = choice or Choice(case, TOLERANCE, 1)
@@ -164,14 +169,79 @@ def lost_at_the_edge() -> float:
     return worst
 
 
-def test_rounding_of_large_scores_has_its_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lost_at_the_edge() <= 1
+@pytest.mark.parametrize("common", [0.0, 4e4])
+def test_rounding_of_large_scores_has_its_slack(monkeypatch: pytest.MonkeyPatch, common: float) -> None:
+    assert lost_at_the_edge(common) <= 1
     for name in ("SLACK", "SLACK_OF_SCORES", "SLACK_OF_SUM"):
         monkeypatch.setattr(keep, name, 0.0)
     whole = keep._limit
     exact = lambda spec, *given: whole(dataclasses.replace(spec, rounding=0.0), *given)
     monkeypatch.setattr(keep, "_limit", exact)
-    assert lost_at_the_edge() > 1
+    assert lost_at_the_edge(common) > 1
+
+
+# ------------------------------------------------------------------- keys less their mean
+
+
+@pytest.mark.parametrize("kind", ["normal", "mean", "huge", "growing", "nan"])
+def test_keys_less_their_mean_never_keep_more(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = np.random.default_rng(5)
+    case = alibi(*arrays_of(r, LONG, LONG, kind), slope=0.5)
+    case.sinks = np.array([-4.0, 4.0], np.float32)
+    found = Choice(case, TOLERANCE)(case)
+    assert not found.breaks(TOLERANCE)
+    monkeypatch.setattr(keep, "sums_of", lambda program: ())
+    alone = Choice(case, TOLERANCE)(case)
+    assert found.kept.sum() <= alone.kept.sum()
+    if kind == "mean":
+        assert found.kept.sum() < 0.9 * alone.kept.sum()
+
+
+def test_both_bounds_are_less_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys are one, which alone would let the lower bound of scores as they are, 75, leave everything out."""
+    u = np.ones(D) / 4.0
+    q, k = (np.tile(n * u, (1, heads, LONG, 1)).astype(np.float32) for n, heads in ((3, H), (100, M)))
+    case = alibi(q, k, 0.01)
+    assert not Choice(case, TOLERANCE)(case).breaks(TOLERANCE)
+    right = keep._views
+
+    def wrong(*given: Any) -> list[keep.View]:
+        first, second = right(*given)
+        return [first, second._replace(lower=first.lower, least=first.least)]
+
+    monkeypatch.setattr(keep, "_views", wrong)
+    assert Choice(case, TOLERANCE)(case).lost.max() > 0.9
+
+
+ONLY_ADDS: dict[str, tuple[Any, int]] = {
+    "a fall": (lambda s, b, h, i, j: s - 0.5 * (i - j), 1),
+    "from the left": (lambda s, b, h, i, j: 0.5 * j + s + 1.0, 2),
+    "a choice": (lambda s, b, h, i, j: jnp.where(i > j + 9, -jnp.inf, jnp.where(i > j, s + j, s)), 3),
+    "a number in its place": (lambda s, b, h, i, j: jnp.where(i > j, -1e9, s), 0),
+    "negative": (lambda s, b, h, i, j: j - s, 0),
+    "a product": (lambda s, b, h, i, j: 0.5 * s - j, 0),
+    "twice": (lambda s, b, h, i, j: s + s - j, 0),
+    "a choice by the score": (lambda s, b, h, i, j: jnp.where(s > 0, s - j, s), 0),
+    "an index of the score": (lambda s, b, h, i, j: s - jnp.arange(9.0)[jnp.clip(s, 0, 8).astype(jnp.int32)] * j, 0),
+    "fewer digits": (lambda s, b, h, i, j: (s.astype(jnp.bfloat16) - j).astype(jnp.float32), 0),
+}  # fmt: skip
+"""score_mods, and how many numbers lie on the way from the score."""
+
+
+@pytest.mark.parametrize("name", ONLY_ADDS)
+def test_which_programs_only_add_to_the_score(name: str) -> None:
+    mod, count = ONLY_ADDS[name]
+    assert len(sums_of(trace_score_mod(mod, (1, H, LONG, LONG)).program)) == count
+
+
+@pytest.mark.parametrize("steps", [("alibi",), ("key bias", "-inf")])
+def test_sums_of_large_numbers_round_as_the_bound_allows(steps: tuple[str, ...]) -> None:
+    """The common part of the keys makes scores of 1e6, whose float32 steps by 1/16."""
+    r = np.random.default_rng(6)
+    for _ in range(4):
+        q, k = arrays_of(r, 192, 192, "normal")
+        case = Case(score_of(steps), MASKS["causal"], q, k * 10 + np.float32(1e6), params_of(r, 192, 192))
+        assert not Choice(case, 1e-3)(case).breaks(1e-3)
 
 
 def test_not_a_number_stays_in_arrays_of_every_size() -> None:
