@@ -266,12 +266,12 @@ def _text(
     placed   the shardings of the arrays that have one, by name
     """
     paged = call.plan.page > 0
-    head = _shapes(call.plan, isinstance(given.scale, Array))
+    head, run = _shapes(call.plan, isinstance(given.scale, Array)), dispatch.choose(call.plan, implementation, target)
     others = [
-        describe_tolerance(call),
+        describe_tolerance(call, run),
         _choice(call, implementation, target),
         "" if paged else _devices(call, placed),
-        describe_work(call, dispatch.choose(call.plan, implementation, target)),
+        describe_work(call, run),
     ]
     for lines in PROGRAM_LINES:
         programs = _programs(call, given, lines)

@@ -140,8 +140,8 @@ def paged_attention(
     shared       SharedPrefix: which requests begin with the same tokens, which are read once for the queries of a tile
     origin       Origin(batch=, head=): the first request and query head of this call, inside jax.shard_map
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile
-    tolerance    as for flex_attention, not beside `shared`: pages that provably hold next to nothing are not read (a
-                 TPU reads all where they differ by head)
+    tolerance    as for flex_attention, not beside `shared`: pages that provably hold next to nothing for all heads that
+                 a kernel reads them for are not read
     score_bound  beside tolerance, as for flex_attention, one number; a cache with `norms` does without
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results

@@ -12,8 +12,8 @@ Entries of a row and a column of another head are computed and hidden, which cos
 few.
 
 A page [page, M, D] holds the keys of all heads too, and is copied whole. So every call with keys in pages is joined: a
-page of the joined plan has page * M columns. Lists that differ by head are left out then, and the mask decides each
-entry.
+page of the joined plan has page * M columns. Of lists that differ by head it visits what any head does, and the mask
+decides each entry.
 """
 
 import dataclasses
@@ -28,8 +28,9 @@ from flexjax.ir.builder import Builder, literal
 from flexjax.ir.origin import Starts
 from flexjax.ir.program import KV, SCORE, Atom, B, H, Program, Q
 from flexjax.ir.replay import replay
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.rewrite import Rewrite
+from flexjax.rewrites import mask_blocks
 
 Array = jax.Array
 
@@ -49,7 +50,7 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
     With several key heads the mask also hides the columns of other heads, and no block is full.
     """
     heads, origin, options = plan.kv_heads, plan.origin, plan.options
-    rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
+    rows, blocks = plan.q_len * plan.q_heads, plan.blocks
     few = heads in HEADS and rows <= MOST_ROWS and not plan.has_sinks
     if plan.layout != "BTNH" or not rows or not (few or plan.page) or plan.extra_dim:
         return None
@@ -58,8 +59,11 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
             return None
         origin = dataclasses.replace(origin, query_run=rows, key_run=plan.kv_len * heads, aligned=1)
     if blocks is not None:
-        if blocks.heads > 1 or blocks.from_user_lists or (blocks.block_q < plan.q_len and not plan.page):
+        if blocks.from_user_lists or (blocks.block_q < plan.q_len and not plan.page):
             return None
+        if blocks.heads > 1 and not (blocks.thinned or plan.page):
+            return None
+        blocks = mask_blocks.blocks_of_heads(plan, 1)
         block_q, block_kv = blocks.block_q * plan.q_heads, blocks.block_kv * heads
         blocks = blocks.changed(block_q=block_q, block_kv=block_kv)
         if heads > 1:  # every block has columns of other heads, so none is full
@@ -90,11 +94,6 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
         options=options,
         page=plan.page * heads,
     )
-
-
-def _kept_blocks(plan: KernelPlan) -> BlockLayout | None:
-    """The block layout that the joined plan keeps; for keys in pages None if the lists differ by head."""
-    return None if plan.page and plan.blocks is not None and plan.blocks.heads > 1 else plan.blocks
 
 
 def _tile_tokens(plan: KernelPlan) -> int:
@@ -163,9 +162,10 @@ def _operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | None:
-    """The block lists of the joined plan; None where it has none (`_kept_blocks`)."""
-    if lists is None or _kept_blocks(plan) is None:
+    """The block lists of the joined plan."""
+    if lists is None:
         return None
+    lists = mask_blocks.lists_of_heads(plan, lists, 1)
     if plan.kv_heads == 1:
         return lists
     assert plan.blocks is not None

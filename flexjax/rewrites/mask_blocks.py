@@ -70,11 +70,47 @@ def _operands(plan: KernelPlan, made: KernelPlan, operands: Operands) -> Operand
         captures = _program_with_lists(plan)[1](given)
     sizes = (old.block_q, old.block_kv), (new.block_q, new.block_kv)
     low, high = _extremes(classes, (plan.q_len, plan.kv_len), *sizes)
+    return operands._replace(mask_captures=captures, lists=_lists_of_classes(low, high, new))
+
+
+def _lists_of_classes(low: Array, high: Array, blocks: BlockLayout) -> BlockLists:
+    """The lists of blocks that hold old ones of the classes `low` to `high`."""
     arrays: list[Array | None] = []
-    for hit, width in (((low < FULL) & (high > EMPTY), new.partial), (low == FULL, new.full)):
+    for hit, width in (((low < FULL) & (high > EMPTY), blocks.partial), (low == FULL, blocks.full)):
         num, index = transpose.lists_of(hit)
         arrays += (num, index[..., :width]) if width else (None, None)
-    return operands._replace(mask_captures=captures, lists=BlockLists(*arrays))
+    return BlockLists(*arrays)
+
+
+# ------------------------------------------------------------------- fewer heads
+
+
+def blocks_of_heads(plan: KernelPlan, heads: int) -> BlockLayout:
+    """The plan's blocks for `heads` lists, each of what any query head of a group visits. They may not be a user's."""
+    blocks = plan.blocks
+    assert blocks is not None
+    if blocks.heads in (1, heads):
+        return blocks
+    columns, group = cdiv(plan.kv_len, blocks.block_kv), blocks.heads // heads
+    partial = blocks.partial + (blocks.full if _splits_full(plan) else 0)
+    widths = {"partial": min(columns, group * partial), "full": min(columns, group * blocks.full)}
+    return blocks.changed(heads=heads, **widths)
+
+
+def lists_of_heads(plan: KernelPlan, lists: BlockLists, heads: int) -> BlockLists:
+    """The lists of `blocks_of_heads`."""
+    blocks = blocks_of_heads(plan, heads)
+    if blocks is plan.blocks:
+        return lists
+    classes = classes_of_plan(plan, BlockLists(*not_folded(*lists)))
+    grouped = classes.reshape(classes.shape[0], heads, -1, *classes.shape[2:])
+    high = grouped.max(2)
+    return _lists_of_classes(grouped.min(2) if _splits_full(plan) else high, high, blocks)
+
+
+def _splits_full(plan: KernelPlan) -> bool:
+    """Whether a block that is full in a head may hide entries of another that visits it."""
+    return plan.mask is not None and plan.mask.reads("h")
 
 
 def classes_of_lists(mask: Parts, block_q: int, block_kv: int) -> Array:

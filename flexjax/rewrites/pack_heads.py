@@ -5,9 +5,9 @@ read the same keys, so a call of N query heads and T queries is also one of M he
 
     row r of head m   is   query r // G of query head m * G + r % G
 
-The packed plan has group 1. Its programs get the head m * G + r % G as h, and the position of query r // G as q.
-Positions of queries that an origin gives are a captured array of the packed programs, and the packed plan's own origin
-of queries is 0.
+The packed plan has group 1; of lists of `tolerance` that differ by head it visits what any head of a group does. Its
+programs get the head m * G + r % G as h, and the position of query r // G as q. Positions of queries that an origin
+gives are a captured array of the packed programs, and the packed plan's own origin of queries is 0.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from flexjax.ir.program import SCORE, Atom, B, H, Program, Q
 from flexjax.ir.replay import replay
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.rewrite import Rewrite
+from flexjax.rewrites import mask_blocks
 
 Array = jax.Array
 
@@ -40,9 +41,9 @@ def packed_plan(plan: KernelPlan) -> KernelPlan | None:
             return None
         origin = dataclasses.replace(origin, query_run=plan.q_len * group, aligned=1)
     if blocks is not None:
-        if blocks.heads > 1 or blocks.from_user_lists or blocks.block_q < plan.q_len:
+        if blocks.from_user_lists or blocks.block_q < plan.q_len or (blocks.heads > 1 and not blocks.thinned):
             return None
-        blocks = blocks.changed(block_q=blocks.block_q * group)
+        blocks = mask_blocks.blocks_of_heads(plan, plan.kv_heads).changed(block_q=blocks.block_q * group)
     options = plan.options
     if options.block_q is not None:
         options = dataclasses.replace(options, block_q=options.block_q * group)
@@ -89,6 +90,7 @@ def _operands(plan: KernelPlan, operands: Operands) -> Operands:
         score_captures=with_starts(plan.score, operands.score_captures),
         mask_captures=with_starts(plan.mask, operands.mask_captures),
         dropout_captures=with_starts(plan.dropout, operands.dropout_captures),
+        lists=operands.lists and mask_blocks.lists_of_heads(plan, operands.lists, plan.kv_heads),
         origin=origin,
         lengths=lengths,
     )

@@ -87,18 +87,37 @@ def of_later_heads() -> GIVEN:
     return few_queries(60, 8, mask_mod=mask_mod, origin=Origin(head=N), key_value_seq_lengths=array([50, 17]))
 
 
-def in_pages(tokens: int, dtype: str = "float32") -> GIVEN:
-    page, columns = 16, 4
+STEEP = array(np.linspace(0.3, 3.0, N), jnp.float32)
+
+
+def falling(s: typing.Any, b: typing.Any, h: typing.Any, i: typing.Any, j: typing.Any) -> typing.Any:
+    return s - STEEP[h] * jnp.abs(i - j)
+
+
+def gently(s: typing.Any, b: typing.Any, h: typing.Any, i: typing.Any, j: typing.Any) -> typing.Any:
+    return s - STEEP[h] / 4 * jnp.abs(i - j)
+
+
+def thinned(tokens: int, kv_heads: int) -> GIVEN:
+    """Without what holds at most 1e-7 of each row: other blocks for each head."""
+    mask = flexjax.create_block_mask(
+        masks.causal, None, None, tokens, S, block_size=(8, 16), origin=Origin(query=S - tokens)
+    )
+    return few_queries(tokens, kv_heads, score_mod=falling, block_mask=mask, tolerance=1e-7, score_bound=5.0)
+
+
+def in_pages(tokens: int, dtype: str = "float32", columns: int = 4, **more: typing.Any) -> GIVEN:
+    page = 16
     stored = normal(B * columns + 3, page, 8, D), normal(B * columns + 3, page, 8, D)
     if dtype == "int8":
         stored = tuple(flexjax.Quantized((x * 30).astype(dtype), jnp.abs(normal(8)) / 30) for x in stored)
     numbers = array(np.random.default_rng(1).permutation(B * columns + 3)[: B * columns].reshape(B, columns))
     table = flexjax.paged.PageTable(
-        numbers.at[1, 3].set(-7), array([50, 23]), jnp.zeros(B * columns + 3, jnp.int32), page
+        numbers.at[1, 3].set(-7), array([columns * page - 14, 23]), jnp.zeros(B * columns + 3, jnp.int32), page
     )
     cache = flexjax.paged.PagedCache(*stored)
     query = normal(B, tokens, N, D)
-    (part,) = prepare_paged(PagedArguments(query, cache, table, return_aux=AUX))
+    (part,) = prepare_paged(PagedArguments(query, cache, table, return_aux=AUX, **more))
     return part.call.problem(None), part.call.operands
 
 
@@ -135,7 +154,14 @@ OWN: dict[str, Callable[[], GIVEN]] = {
     "pages of int8": lambda: in_pages(9, "int8"),
     "float8": in_float8,
     "lists of a user": users_lists,
+    "tolerance": lambda: thinned(3, 8),
+    "tolerance of groups": lambda: thinned(3, 4),
+    "tolerance, pages": lambda: in_pages(3, columns=40, score_mod=gently, tolerance=1e-7, score_bound=5.0),
+    "tolerance, pages, a mask by head": lambda: in_pages(
+        3, columns=40, score_mod=gently, mask_mod=lambda b, h, i, j: i >= j + h, tolerance=1e-7, score_bound=5.0
+    ),
 }  # fmt: skip
+THINNED = ("tolerance", "tolerance, pages", "tolerance, pages, a mask by head")
 
 
 def given_by(name: str) -> GIVEN:
@@ -166,10 +192,10 @@ REWRITES: dict[str, tuple[Callable[[KernelPlan], Rewrite | None], tuple[str, ...
     "lengths_as_mask": (lambda p: lengths_as_mask.rewrite(p, 64, 64), ("lengths", "lengths_unblocked", "lengths at the end", "a read at the first head")),
     "residues": (residues.rewrite, ("dilated", "dilated_and_more")),
     "extra_features": (extra_features.rewrite, ("extra", "extra_bnth")),
-    "join_heads": (join_heads.rewrite, ("every load", "lengths at the end", "pages")),
+    "join_heads": (join_heads.rewrite, ("every load", "lengths at the end", "pages", *THINNED)),
     "pack_heads": (
         pack_heads.rewrite,
-        ("every load of groups", "every load, heads first", "lengths at the end of groups", "a traced start", "one_query"),
+        ("every load of groups", "every load, heads first", "lengths at the end of groups", "a traced start", "one_query", "tolerance of groups"),
     ),
     "gathered": (pages.gathered, ("pages", "pages of int8")),
     "widened_pools": (lambda p: pages.widened_pools(p) if p.cache_dtype else None, ("pages of int8",)),
@@ -238,6 +264,22 @@ def test_results_and_gradients_of_the_whole_table_stay(call: str) -> None:
     for name, (rewrite, calls) in REWRITES.items():
         if call not in calls and rewrite(plan) is not None:
             check(name, call, rewrite)
+
+
+@pytest.mark.parametrize(("call", "heads"), [*((call, 1) for call in THINNED), ("tolerance of groups", 4)])
+def test_lists_of_tolerance_become_those_of_any_head(call: str, heads: int) -> None:
+    problem, operands = given_by(call)
+    plan, step = problem.plan, (join_heads if heads == 1 else pack_heads).rewrite(problem.plan)
+    assert step is not None
+    assert plan.blocks is not None
+    assert operands.lists is not None
+    visited = np.asarray(mask_blocks.classes_of_plan(plan, operands.lists)) > 0
+    lists = step.operands(operands).lists
+    assert lists is not None
+    found = np.asarray(mask_blocks.classes_of_plan(step.plan, lists)) > 0
+    want = visited.reshape(B, heads, N // heads, *visited.shape[2:]).any(2)
+    np.testing.assert_array_equal(found, want)
+    assert visited.sum((0, 2, 3)).min() < want.sum((0, 2, 3)).max() < visited[:, 0].size
 
 
 def test_calls_that_stay() -> None:

@@ -31,14 +31,14 @@ def falling(steep: float = 1.0) -> Callable:
 
 @functools.cache
 def served(
-    dtype: str = "float32", norms: bool = True
+    dtype: str = "float32", norms: bool = True, dim: int = D
 ) -> tuple[paged.PagedCache, paged.PageTable, np.ndarray, np.ndarray]:
     """(cache, table, k, v) of requests of LENGTHS tokens, k and v [R, S, M, D]."""
     rng = np.random.default_rng(0)
-    k, v = (np.float32(rng.standard_normal((3, COLUMNS * PAGE, M, D))) for _ in range(2))
+    k, v = (np.float32(rng.standard_normal((3, COLUMNS * PAGE, M, dim))) for _ in range(2))
     table, granted = allocate(paged.table(3, COLUMNS, POOL, PAGE), np.asarray(LENGTHS, np.int32))
     assert granted.all()
-    cache = paged.empty(POOL, PAGE, M, D, dtype=dtype, norms=norms)
+    cache = paged.empty(POOL, PAGE, M, dim, dtype=dtype, norms=norms)
     given = (jnp.asarray(x, jnp.bfloat16) if dtype == "bfloat16" else x for x in (k, v))
     cache, table = append(cache, table, *given, query_seq_lengths=np.asarray(LENGTHS, np.int32))
     return cache, table, k, v
@@ -150,6 +150,7 @@ HOPPER = KernelOptions(interpret=True)
 KERNELS: dict[str, tuple[Any, KernelOptions | None]] = {
     "hopper": ("mosaic_gpu", HOPPER),
     "mma": ("mosaic_gpu", KernelOptions(interpret=True, instruction="mma")),
+    "tpu": ("mosaic_tpu", KernelOptions(interpret=True, block_kv=128)),
 }  # fmt: skip
 
 
@@ -159,8 +160,9 @@ def test_kernels_do_not_read_pages_that_go(name: str) -> None:
     implementation, options = KERNELS[name]
     if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11):
         pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12")
-    cache, table, _, _ = served("bfloat16")
-    q = array(np.random.default_rng(2).standard_normal((3, 1, N, D)), jnp.bfloat16)
+    dim = 128 if name == "tpu" else D
+    cache, table, _, _ = served("bfloat16", dim=dim)
+    q = array(np.random.default_rng(2).standard_normal((3, 1, N, dim)), jnp.bfloat16)
     steep = falling(8.0)
     given = PagedArguments(q, cache, table, score_mod=steep, tolerance=TOLERANCE)
     (part,) = prepare_paged(given)
@@ -213,6 +215,22 @@ def test_a_step_reads_the_keys_of_witnesses_alone() -> None:
     )
     assert f"f32[3,{COLUMNS * PAGE}" not in text
     assert f"f32[3,{COLUMNS},{PAGE}" not in text
+
+
+def test_explain_counts_what_a_kernel_reads_once_for_several_heads() -> None:
+    """On a TPU pages are read for all four heads, of which the first keeps most, and in tiles; on a GPU for two heads."""
+    table, cache = served()[1], paged.empty(POOL, PAGE, M, 128, dtype="bfloat16", norms=True)
+    q = jax.ShapeDtypeStruct((3, 1, N, 128), jnp.bfloat16)
+
+    def shares(device: str, block: int | None = None) -> list[str]:
+        text = str(flexjax.explain(q, cache, table, score_mod=falling(), tolerance=TOLERANCE, score_bound=10.0, device=device, kernel_options=KernelOptions(block_kv=block)))  # fmt: skip
+        return [line.strip() for line in text.split("\n") if line.startswith("  by ")]
+
+    assert shares("v6e", 128) == ["by group of 4 heads, whose keys are read together 0: 0.78"]
+    assert shares("v6e") == ["by group of 4 heads, whose keys are read together 0: 1.00"]  # one tile has all pages
+    if jax.__version_info__ >= (0, 11):  # the GPU kernels need it
+        assert shares("h100") == ["by group of 2 heads, whose keys are read together 0: 0.78, 1: 0.56"]
+    assert shares("cpu") == ["by head 0: 0.78, 1: 0.56, 2: 0.56, 3: 0.44"]
 
 
 # ------------------------------------------------------------------- refusals
