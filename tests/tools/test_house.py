@@ -3,9 +3,9 @@
 from tools import house
 
 LIMITS = {  # a change that passes one deletes something, or says why not
-    # of them 900 adapters of MaxText, Keras and Gemma, 1180 tolerance, 600 weights, 340 chosen blocks, 490 expectations, 310 same bits, 145 documents, 340 keep
+    # of them 900 adapters of MaxText, Keras and Gemma, 1320 tolerance, 600 weights, 340 chosen blocks, 490 expectations, 310 same bits, 145 documents, 340 keep
     # eager calls, 230 errors at the user's line, 900 forward mode on GPUs
-    "lines of Python in the wheel": 63050,
+    "lines of Python in the wheel": 63130,
     "docstring share, %": 18,
     "lines past 120 columns": 0,
     "files flat in one folder, most": 30,
