@@ -16,12 +16,13 @@ import numpy as np
 from jax import core
 from jax.sharding import AxisType
 
-from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.block_mask import BlockMask, create_block_mask
+from flexjax.block_mask.kept import without_small_blocks
 from flexjax.call.arguments import Arguments
 from flexjax.call.checks import both_masks
 from flexjax.call.expectations import functions_by_argument
 from flexjax.call.prepare import PreparedCall, prepare
-from flexjax.call.tolerance import check_claim
+from flexjax.call.tolerance import check_call, check_claim
 from flexjax.combine import and_masks
 from flexjax.context import axes as context_axes
 from flexjax.context.context_parallel import (
@@ -52,6 +53,9 @@ from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.rewrites.mask_blocks import classes_of_lists
+from flexjax.tolerance.static import indices_of
+from flexjax.trace.lift_numpy import eager_without_mesh
+from flexjax.trace.trace_mod import trace_score_mod
 from flexjax.types import MaskMod, Origin, Quantized, values_of
 
 Array = jax.Array
@@ -103,11 +107,6 @@ def build(context: object, given: Given) -> Built:
     mask_mod, block_mask = arguments.mask_mod, arguments.block_mask
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
-    if arguments.tolerance is not None:
-        raise NotImplementedError(
-            "A call with context= takes no tolerance, because which keys travel is decided before their norms are "
-            "known. Make a block mask with create_block_mask(..., score_mod=, score_bound=, tolerance=)."
-        )
     query, key, value = (jnp.asarray(values_of(x)) for x in (arguments.query, arguments.key, arguments.value))
     for name in ("query", "key", "value"):
         if isinstance(getattr(arguments, name), Quantized):
@@ -117,6 +116,9 @@ def build(context: object, given: Given) -> Built:
     layout_name = arguments.layout
     origin = _origin_with(block_mask, arguments.origin)
     placed = place(context, query, key, layout_name, origin)
+    if arguments.tolerance is not None:
+        arguments = _skipped(arguments, query, placed.layout)
+        mask_mod, block_mask, given = arguments.mask_mod, arguments.block_mask, given._replace(arguments=arguments)
     axes = placed.context.axes if placed.kind == AxisType.Manual else ()
     dim = 1 if layout_name == "BTNH" else 2
     existing = ExistingRows.of(arguments, query.shape[0], placed.layout, axes, dim)
@@ -144,6 +146,43 @@ def build(context: object, given: Given) -> Built:
             "reference: It is dense and runs on one device; context= splits the sequence over several."
         )
     return _planned(placed, call, call.problem(given.names, given.text), mask_mod, block_mask, existing, reach)
+
+
+def _skipped(arguments: Arguments, query: Array, layout: ContextLayout) -> Arguments:
+    """The arguments with a block mask of the whole sequence in place of `tolerance`.
+
+    Which keys travel is decided before their norms are known, so that `score_bound` and known arrays decide alone.
+    Raises NotImplementedError where these do not.
+    """
+    heads = query.shape[2 if arguments.layout == "BTNH" else 1]
+    sizes, aux, own = (query.shape[0], heads, layout.q_len, layout.kv_len), arguments.return_aux, arguments.block_mask
+    names = ("query_extra", "query_seq_lengths", "key_value_seq_lengths", "origin")
+    refused = {f"`{name}`": getattr(arguments, name) is not None for name in names} | {
+        "score_bound of None": arguments.score_bound is None,
+        "return_aux.lost": aux is not None and aux.lost,
+        "a scale in an array": isinstance(arguments.scale, Array),
+        "lists of a user": own is not None and own.lists_decide,
+    }
+    sentence = (
+        "A call with context= takes no tolerance beside {}, because which keys travel is decided before their norms "
+        "are known."
+    )
+    for what in (what for what, is_given in refused.items() if is_given):
+        raise NotImplementedError(sentence.format(what))
+    tolerance = check_call(arguments, sizes, str(query.dtype))
+    left = dataclasses.replace(arguments, tolerance=None, score_bound=None)
+    if arguments.score_mod is None:
+        return left
+    score, everything = trace_score_mod(arguments.score_mod, sizes), lambda b, h, q_idx, kv_idx: q_idx >= 0
+    with eager_without_mesh():
+        if own is None:
+            own = create_block_mask(arguments.mask_mod or everything, *sizes, block_size=layout.block_size)
+        if any(isinstance(x, core.Tracer) for x in (*score.arrays, *jax.tree.leaves(own), arguments.score_bound)):
+            raise NotImplementedError(sentence.format("traced arrays in mods"))
+        counts = tuple(n if axis in indices_of(score.program) else None for axis, n in zip("bh", sizes, strict=False))
+        bound, scale = arguments.score_bound, typing.cast(float | None, arguments.scale)
+        made = without_small_blocks(own, arguments.score_mod, (counts[0], counts[1]), bound, tolerance, scale)
+    return dataclasses.replace(left, mask_mod=None, block_mask=BlockMask.of(made))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -389,8 +389,8 @@ def run_forward() -> Outcome:
 
 
 def run_tolerance() -> Outcome:
-    """Causal attention that falls by 1 a token, 512 tokens on eight devices, with a block mask made with tolerance and with
-    one without: what they communicate, and how far values and gradients are from dense ones.
+    """Causal attention that falls by 1 a token, 512 tokens on eight devices, with a block mask made with tolerance, with one
+    without and with tolerance= itself: what they communicate, and how far values and gradients are from dense ones.
     """
     case, length = Case("auto", "none", lengths=(512, 512), heads=(2, 2), block=16), 512
     rng, found = np.random.default_rng(0), {}
@@ -406,6 +406,12 @@ def run_tolerance() -> Outcome:
     def split(mask: flexjax.BlockMask, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return flexjax.flex_attention(q, k, v, score_mod=mods.distance_penalty(1.0), block_mask=mask, context=context)
 
+    def asked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return flexjax.flex_attention(
+            q, k, v, score_mod=mods.distance_penalty(1.0), mask_mod=masks.causal, context=context, score_bound=2.0,
+            tolerance=2.0**-24,
+        )  # fmt: skip
+
     def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         far = np.arange(length)[:, None] - np.arange(length)
         s = jnp.einsum("btnd,bsnd->bnts", q, k) * D**-0.5 - np.abs(far)
@@ -417,9 +423,10 @@ def run_tolerance() -> Outcome:
         placed = [jax.device_put(x, NamedSharding(mesh_of(case), P(None, "sp"))) for x in arrays]
         whole = jax.jit(functools.partial(split, made())).lower(*placed[:3]).compile()
         few = jax.jit(functools.partial(split, skipped)).lower(*placed[:3]).compile()
-        both = step(functools.partial(split, skipped)).lower(*placed).compile()
+        argument = jax.jit(asked).lower(*placed[:3]).compile()
+        both = step(asked).lower(*placed).compile()
         (_, out), grads = both(*placed)
-    for name, program in (("whole", whole), ("skipped", few), ("both passes", both)):
+    for name, program in (("whole", whole), ("skipped", few), ("argument", argument), ("both passes", both)):
         found[name] = collectives(program.as_text())
     (_, want), wanted = step(dense)(*arrays)
     return found | {"distance": distance((out, grads), (want, wanted))}

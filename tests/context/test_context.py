@@ -104,6 +104,7 @@ def test_blocks_that_tolerance_leaves_out_are_not_sent() -> None:
     found = child("tolerance")["tolerance"]
     assert found["distance"] < 1e-5
     assert found["skipped"] == {"collective-permute": [1, 2 * 1024, 0]}  # 32 keys from the neighbour
+    assert found["argument"] == found["skipped"]
     assert found["whole"] == {"collective-permute": [7, 28 * 1024, 0]}
     # the keys, which the backward pass has sent again, and their gradients
     assert found["both passes"]["collective-permute"] == [3, 3 * 2048, 0]

@@ -1,6 +1,5 @@
 """Calls with `tolerance=`: against the same call without, in the bounds of the contract, on all paths of flex_attention."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -518,18 +517,49 @@ def test_decoding_with_a_bound_reads_no_norms() -> None:
     assert "sqrt" not in str(jax.make_jaxpr(call)(*arrays[:3]))
 
 
-@dataclasses.dataclass
-class Mesh:
-    """Stands for a context, which is refused before it is looked at."""
+SPLIT: dict[str, tuple[dict[str, Any], str]] = {
+    "norms": (dict(score_bound=None), "score_bound of None"),
+    "lost": (dict(return_aux=AuxRequest(lost=True)), "return_aux.lost"),
+    "lengths": (dict(key_value_seq_lengths=jnp.asarray([3, 4])), "`key_value_seq_lengths`"),
+    "a scale": (dict(scale=jnp.float32(0.5)), "a scale in an array"),
+    "lists of a user": (dict(mask_mod=None, block_mask=by_lists()), "lists of a user"),
+    "traced slopes": (dict(), "traced arrays in mods"),
+}
 
 
-def test_a_call_over_a_split_sequence_refuses() -> None:
-    with refusal(NotImplementedError) as error:
-        flexjax.flex_attention(Q, K, V, tolerance=1e-3, context=Mesh())  # type: ignore[arg-type]
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_call_over_a_split_sequence_refuses(name: str) -> None:
+    more, what = SPLIT[name]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    layout = flexjax.context_layout(masks.causal, T, devices=2, block_size=BLOCK)
+    given = dict(mask_mod=masks.causal, score_bound=8.0, tolerance=TOLERANCE) | more
+
+    def attend(slopes: jax.Array) -> Any:
+        return flexjax.flex_attention(
+            Q, K, V, score_mod=falling(slopes), context=flexjax.ContextParallel("x", layout), **given
+        )
+
+    with jax.set_mesh(mesh), refusal(NotImplementedError) as error:
+        (jax.jit(attend) if name == "traced slopes" else attend)(SLOPES)
     assert str(error.value) == (
-        "A call with context= takes no tolerance, because which keys travel is decided before their norms are known. Make a "
-        "block mask with create_block_mask(..., score_mod=, score_bound=, tolerance=)."
+        f"A call with context= takes no tolerance beside {what}, because which keys travel is decided before their norms are "
+        "known."
     )
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("mask", [dict(mask_mod=masks.causal), dict(block_mask=of_documents()), {}], ids=str)
+def test_a_split_sequence_leaves_out_blocks_by_head(mask: dict[str, Any]) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    context = flexjax.ContextParallel("x", flexjax.context_layout(masks.causal, T, devices=2, block_size=BLOCK))
+    assert context.layout is not None
+    arrays = [context.layout.shard(x) for x in (Q, K, V)]
+    attend = functools.partial(flexjax.flex_attention, score_mod=falling(SLOPES), **mask)
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(attend, tolerance=0.05, score_bound=9.0, context=context))(*arrays)
+    off = np.abs(context.layout.unshard(found) - attend(Q, K, V)).max()
+    assert 0 < off < 2 * 0.05 * np.abs(V).max()
 
 
 # ------------------------------------------------------------------- numbers that prove nothing
