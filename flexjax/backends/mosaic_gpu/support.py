@@ -13,7 +13,6 @@ from jax import lax
 from jax.interpreters import mlir
 
 from flexjax.backends.base import WorkItems, rule_not_linear
-from flexjax.backends.mosaic_gpu.backward.hopper_tiles import splits_dkv
 from flexjax.backends.mosaic_gpu.families import choose_kernel, kernel_plans, texts
 from flexjax.backends.mosaic_gpu.families.choose_family import family_of, refuses_device
 from flexjax.backends.mosaic_gpu.families.family import Family
@@ -175,8 +174,6 @@ class MosaicGpu:
         if derivative.takes_cotangent:
             return rule_not_linear("GPU")
         plan = kernel_plans.kernel_plan(plan, family_of(target, plan.options), backward=True)
-        if len(derivative.groups) > 1 and splits_dkv(plan):  # two warpgroups share the factors of dP
-            return "The GPU kernels for wide heads compute no gradients of expectations."
         reason = programs_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."

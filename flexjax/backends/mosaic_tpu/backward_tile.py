@@ -132,11 +132,8 @@ def strip_gradients(
 def _exponent_and_slopes(
     scores: TileScores, step: KernelStep, qk: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
-    """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients, and the second
-    group of the derivative program, if there is one]) on a strip.
-
-    The list is empty without a derivative program, and with a separated bias, where the kernel does not evaluate the
-    whole program.
+    """(s' - lse in base 2, ds'/ds or None for 1, the results after that of the derivative program, [] where there is
+    none or it is a separated bias) on a strip.
     """
     scale = scores.plan.scale
     if scores.score is None:

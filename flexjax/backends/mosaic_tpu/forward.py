@@ -5,8 +5,7 @@
 Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum as
 [queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends.
 Exponentials are to base 2; without a score program, the scale is folded into their argument. Of a weighted plan the
-scores are the weights: there is no maximum, no exponential and no division, and lse is the row sum. The sum of an
-expectation, of exponentials times a function of the scores, is kept and divided as the row sum and the output are.
+scores are the weights: no maximum, no exponential and no division, and lse is the row sum. Expectations sum alike.
 
 The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); the pipeline of Pallas copies all
 others.

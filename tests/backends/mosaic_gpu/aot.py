@@ -49,6 +49,7 @@ MAY_SPILL = {
     },
     "expectations_bnth": {"flexjax_forward": 56, "flexjax_capture_gradient": 1016, "flexjax_backward_dq": 128},
     "dilated_expectations": {"flexjax_capture_gradient": 188},
+    "wide_expectations": {"flexjax_forward": 8},
 }
 """Case -> kernel -> bytes that a thread may spill: numbers that do not change in the loop of the fused kernel, as in
 test_backward_compiles.py. Those of mesh_window are written before the loop and read after it; those of interpolated are places of knots.

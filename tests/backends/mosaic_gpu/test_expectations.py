@@ -68,6 +68,21 @@ def test_kinds_of_softmax(name: str) -> None:
         np.testing.assert_allclose(got[x], want[x], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_gradients_of_wide_heads_beside_dropout() -> None:
+    """Of float32, which is three parts in 16 bits, so that two warpgroups share dK and dV at head dim 64."""
+    q, k, v = (normal("float32", 1, 100, heads, 64) for heads in (2, 1, 1))
+    words = dict(mask_mod=masks.causal, score_mod=alibi, dropout=flexjax.Dropout(0.2, jax.random.key(0)))
+
+    def loss(arrays: tuple[jax.Array, ...], **more: typing.Any) -> jax.Array:
+        out, aux = flexjax.flex_attention(*arrays, return_aux=ASKED, **words, **more)
+        return (out**2).sum() + sum((x**2).sum() for x in (aux.lse, *aux.expectations.values()))
+
+    got, want = (jax.grad(loss)((q, k, v), **more) for more in (options_of(None), dict(implementation="xla")))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * float(jnp.abs(y).max()))
+
+
 def plan_of(queries: int, count: int, **words: typing.Any) -> typing.Any:
     arrays = [normal("bfloat16", 2, n, heads, 64) for n, heads in ((queries, 8), (768, 2), (768, 2))]
     asked = AuxRequest(expectations={str(n): score for n in range(count)})

@@ -27,7 +27,7 @@ REFUSED = {
     "expectations_without_keys": EMPTY,
     "dim_320": "The GPU kernels on tcgen05 take head dims up to 256, not 320 and 264.",
 }
-ON_MMA = {"forward": {"one_query", "lse_only_short"}, "backward": {"dim_192", "dim_256"}}
+ON_MMA = {"forward": {"one_query", "lse_only_short"}, "backward": {"dim_192", "dim_256", "wide_expectations"}}
 """Few queries beside many keys, which the decode kernel splits; and a backward pass above head dim 128."""
 
 

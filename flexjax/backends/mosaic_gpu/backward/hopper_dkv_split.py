@@ -5,8 +5,8 @@
 
 An accumulator of 64 keys x 256 takes 128 registers a thread, and one warpgroup has room for one such accumulator. Split
 this way, each warpgroup has two of the four products and nothing is computed twice. The ring of P tiles has two slots
-where these fit, so that the dV warpgroup may be a tile ahead. Tiles are transposed as in hopper_dkv.py, whose names
-apply.
+where these fit, so that the dV warpgroup may be a tile ahead; beside it is one of what expectations add to dS. Tiles
+are transposed as in hopper_dkv.py, whose names apply.
 """
 
 import dataclasses
@@ -137,7 +137,10 @@ class _Cta(TileCta):
                     s = self.partial_sums(0).total(s, number)
                     found = tile_math.probabilities(s, lse2)
                     when(number >= p_slots)(lambda: plgpu.barrier_wait(scratch.p_free.at[p_slot]))
-                    scratch.p.at[p_slot][...] = found.factor()
+                    factor = found.factor()
+                    scratch.p.at[p_slot][...] = factor
+                    if scratch.beside is not None:
+                        scratch.beside.at[p_slot][...] = found.beside_product(factor)
                     plgpu.barrier_arrive(scratch.p_full.at[p_slot])
                     return products.split(found.weights(), scratch.key.dtype)
 
@@ -183,9 +186,11 @@ class _Cta(TileCta):
                     if not math.starts_at_minus_delta:
                         dp = dp * rows.at_columns(q0, False).dropout_multiplier() - delta
                     plgpu.barrier_wait(scratch.p_full.at[p_slot])
-                    factor = kernel_parts.load(scratch.p.at[p_slot], common.WGMMA)
+                    ds = kernel_parts.load(scratch.p.at[p_slot], common.WGMMA) * dp
+                    if scratch.beside is not None:
+                        ds = ds + kernel_parts.load(scratch.beside.at[p_slot], common.WGMMA)
                     plgpu.barrier_arrive(scratch.p_free.at[p_slot])
-                    return products.split(factor * dp, scratch.value.dtype)
+                    return products.split(ds, scratch.value.dtype)
 
                 ds = products.accumulators(score_cotangents, math.shape)
                 products.add(dk_acc, ds, queries)

@@ -121,6 +121,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
     key: Part  # [parts, SPLIT_KEYS, D] the CTA's own keys; dK leaves through them
     value: Part  # [parts, SPLIT_KEYS, E], dV leaves through them
     p: Part  # [slots, keys, queries] float32: P^T times the derivative of score_mod
+    beside: Part | None  # likewise: what expectations add to dS^T
     query_full: Part  # also counts the statistics
     out_full: Part
     own_full: Part  # [3] keys arrived, values arrived, both warpgroups made their last product
@@ -135,13 +136,15 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
     """The shared memory of a CTA of the split dK/dV kernel with the ring depths of `tiles`."""
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     swizzle = swizzle_for(tiles.queries)
+    handed = SwizzledTiles((tiles.p_slots, SPLIT_KEYS, tiles.queries), "float32")
     return SplitScratch(
         query=SwizzledTiles((tiles.query_slots * parts, tiles.queries, dim), dtype, swizzle),
         d_out=SwizzledTiles((tiles.out_slots * parts, tiles.queries, value_dim), dtype, swizzle),
         stats=PlainArray((tiles.query_slots, 2, tiles.queries), "float32"),
         key=SwizzledTiles((parts, SPLIT_KEYS, dim), dtype, swizzle),
         value=SwizzledTiles((parts, SPLIT_KEYS, value_dim), dtype, swizzle),
-        p=SwizzledTiles((tiles.p_slots, SPLIT_KEYS, tiles.queries), "float32"),
+        p=handed,
+        beside=handed if plan.crowded else None,
         # full barriers expect one arrival for each copy
         query_full=Barriers(tiles.query_slots, parts + 1),
         out_full=Barriers(tiles.out_slots, parts),

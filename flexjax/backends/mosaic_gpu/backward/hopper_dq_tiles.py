@@ -14,6 +14,7 @@ from flexjax.backends.mosaic_gpu.backward.hopper_tiles import (
     first_dividing,
     owned_sizes,
     padded_dims,
+    splits_dkv,
     swizzle_for,
     visited_sizes,
 )
@@ -108,6 +109,8 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     # slots of K, of V, of staged tiles
     rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if bias.staged is not None else ()
     sizes = [(q_tile, keys), (q_tile, SMALLEST_TILE)] if split else [(q_tile, keys)]
+    if plan.crowded and splits_dkv(plan) and plan.options.block_kv_bwd is None:
+        sizes = [(q_tile, SMALLEST_TILE)]  # two groups of derivatives of 64 keys do not fit registers beside dQ
     if parts_of(plan) > 1:
         queries = (q_tile,) if plan.options.block_q_bwd is not None or q_tile == 64 else (q_tile, 64)
         sizes = [(n, m) for m in (keys, SMALLEST_TILE) for n in queries]

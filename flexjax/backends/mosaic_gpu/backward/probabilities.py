@@ -125,6 +125,11 @@ class Probabilities(typing.NamedTuple):
         """dS from `factor()` and dP without dropout; delta None: `dp` contains -delta already."""
         return self._plus(self._cotangent(factor, dp, delta), self.beside)
 
+    def beside_product(self, factor: jax.Array) -> jax.Array:
+        """dS less factor * (dP - delta), for a kernel that hands both terms on; only beside expectations."""
+        assert self.value is not None
+        return self._plus(factor * self.value, self.beside)
+
     def _cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
         """factor * (dP - delta + fbar)."""
         if delta is not None:

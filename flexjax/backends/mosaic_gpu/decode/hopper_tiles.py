@@ -61,7 +61,7 @@ class DecodeTile:
     page_rows: int
     stored: str | None = None  # "int8" or "float8_e4m3fn" for a quantised cache
     lazy_rescale: bool = True  # rescale only when a row maximum has grown by a factor of 2^8
-    straight: bool = False  # whether a quantised cache may be `transposed` (`straight`)
+    straight: bool = False  # whether a quantised cache may be `transposed`: not for products that may be large
     statistics: int = 2  # numbers of a row beside out: reference, sum of exponentials, sums of expectations
     # the most CTAs of the grid, those that the GPU holds; of the reference GPU until support.py replaces it
     programs: int = REFERENCE_SMS
@@ -78,8 +78,9 @@ class DecodeTile:
     def transposed(self) -> bool:
         """Whether bytes are multiplied straight from registers, keys as rows (fragments.py), for few packed rows."""
         whole = self.head_dim % BYTE_PIECE == 0 and self.value_dim % BYTE_PIECE == 0
-        # the sums must fit the registers of each warp
-        return self.stored is not None and self.straight and whole and self.columns * self.value_dim <= MOST_SUMS
+        # the sums must fit the registers of each warp, which has none of expectations
+        straight = self.stored is not None and self.straight and self.statistics == 2
+        return straight and whole and self.columns * self.value_dim <= MOST_SUMS
 
     @property
     def columns(self) -> int:
@@ -170,11 +171,6 @@ def decode_fits(tile: DecodeTile) -> bool:
     return scratch_bytes(decode_scratch(tile)) + BARRIER_BYTES <= SHARED_MEMORY
 
 
-def straight(plan: KernelPlan) -> bool:
-    """Whether the products of a quantised cache may be of its bytes: no large ones, and no sums of expectations."""
-    return not may_be_large_product(plan.score) and not plan.expectations
-
-
 def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
     """Keys of a chunk: CHUNK_BYTES of keys and values in 16 bits, or twice as many for many packed rows."""
     # the bytes of a quantised cache count as 16 bits too, so that its chunks are the same
@@ -211,7 +207,7 @@ def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
         page_rows=math.gcd(page, block_kv) if page else block_kv,
         stored=plan.cache_dtype,
         lazy_rescale=not plan.max_scores,
-        straight=straight(plan),
+        straight=not may_be_large_product(plan.score),
         statistics=2 + plan.expectations,
     )
     if not decode_fits(tile):

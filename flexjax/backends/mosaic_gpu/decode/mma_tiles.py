@@ -8,6 +8,7 @@ import dataclasses
 import math
 import typing
 
+from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.backends.mosaic_gpu.decode import hopper_tiles as decode_hopper_tiles
 from flexjax.backends.mosaic_gpu.decode.hopper_tiles import COPY_ROWS, ROWS, TILE_BYTES, DecodeTile
 from flexjax.backends.mosaic_gpu.forward.mma_tiles import mma_dim
@@ -123,7 +124,7 @@ def _candidates(plan: KernelPlan, card: Card) -> list[MmaDecodeTile]:
                 page_rows=math.gcd(page, block_kv) if page else block_kv,
                 stored=stored,
                 lazy_rescale=not plan.max_scores,
-                straight=decode_hopper_tiles.straight(plan),
+                straight=not may_be_large_product(plan.score),
                 statistics=2 + plan.expectations,
                 copying=card.copying,
             )

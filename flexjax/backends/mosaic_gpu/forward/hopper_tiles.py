@@ -276,7 +276,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                     tile = dataclasses.replace(tile, out_slots=1)
                 if stages == 1:
                     tile = dataclasses.replace(tile, prefetch_key_barrier=False)
-                if parts > 1 and size == 256:  # two tiles of P in parts beside the output are too many registers
+                if (parts > 1 or plan.crowded) and size == 256:  # two tiles of P do not fit registers beside the output
                     tile = dataclasses.replace(tile, overlap=False)
                 found += _with_staged_slots(tile, staged_dtype)
     # Of tiles with as many queries, those that stage an array come before those that do not.
