@@ -21,7 +21,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.numpy_arrays import shown, unwrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,9 @@ def stacklevel_of_user() -> int:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: "an int", "a list", "an ndarray"; "None" for None."""
+    """What a value is, for a message: "an int", "a list", "float32[3]"; "None" for None."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return shown(value)
     return "None" if value is None else with_article(type(value).__name__)
 
 
@@ -128,8 +130,10 @@ def add_note_once(error: BaseException, note: str) -> None:
 OF_MODS = tuple(os.path.join(os.path.dirname(os.path.abspath(__file__)), name) + os.sep for name in ("masks", "mods"))
 """Ready-made mods are what a user would write, so a traceback shows their lines."""
 
-MEANT = (ValueError, NotImplementedError, FloatingPointError)
-"""What flexjax raises on purpose; any other error that begins in it is a bug, whose traceback is needed whole."""
+MEANT = (ValueError, NotImplementedError, FloatingPointError, jax.errors.UnexpectedTracerError)
+"""What flexjax raises on purpose, and what jax says of a tracer that a user kept; any other error that begins in
+flexjax is a bug, whose traceback is needed whole.
+"""
 
 
 def shows_all_frames() -> bool:
@@ -165,7 +169,7 @@ def hide_frames(error: BaseException) -> None:
     `__tracebackhide__` where jax_traceback_filtering is "tracebackhide". The caller raises it again by a bare `raise`.
     """
     rest = users_part(error.__traceback__)
-    if shows_all_frames() or (rest is None and not isinstance(error, MEANT)):
+    if shows_all_frames() or (rest is None and not isinstance(error, MEANT) and not _of_signature(error)):
         return
     if jax.config.jax_traceback_filtering == "tracebackhide":  # type: ignore[attr-defined]
         for link in links(error.__traceback__):
@@ -175,6 +179,12 @@ def hide_frames(error: BaseException) -> None:
     error.__traceback__ = rest
     if notes := getattr(error, "__notes__", None):
         notes[:] = [note for note in notes if _OF_JAX not in note]
+
+
+def _of_signature(error: BaseException) -> bool:
+    """Whether Python raised the error where a wrapper called the function itself: arguments are missing or too many."""
+    *_, last = links(error.__traceback__)
+    return isinstance(error, TypeError) and last.tb_frame.f_code.co_name in ("called", "wrapped")
 
 
 def shown_file(path: str) -> str:
@@ -243,10 +253,20 @@ INSTEAD = {
         ("dropout_p", "dropout_prob", "dropout_rate", "dropout_key", "dropout_rng", "dropout_seed"), _DROPOUT
     ),
     "broadcast_dropout": "dropout=flexjax.Dropout(rate, key, broadcast=True)",
+    **dict.fromkeys(("mask_fn", "mask_function", "mask_func"), "mask_mod="),
+    **dict.fromkeys(("score_fn", "bias_fn", "score_function", "logits_fn"), "score_mod="),
+    **dict.fromkeys(("s_aux", "softmax_aux", "sink", "attention_sink", "attention_sinks", "softmax_offset"), "sinks="),
+    **dict.fromkeys(("block_q", "block_kv", "block_k", "deterministic"), "kernel_options=flexjax.KernelOptions(...)"),
     **{f"{name}_scales": f"{name}=flexjax.Quantized(values, scales)" for name in ("query", "key", "value")},
     **dict.fromkeys(("softmax_scale", "sm_scale"), "scale="),
     **dict.fromkeys(("window_size", "local_window_size"), "mask_mod=flexjax.masks.two_sided_window(left, right)"),
-    **dict.fromkeys(("softcap", "logits_soft_cap"), "score_mod=flexjax.mods.softcap(cap)"),
+    **dict.fromkeys(("window", "sliding_window"), "mask_mod=flexjax.masks.sliding_window(window)"),
+    **dict.fromkeys(
+        ("softcap", "logits_soft_cap", "soft_cap", "logit_cap", "attn_logits_soft_cap", "logit_softcap"),
+        "score_mod=flexjax.mods.softcap(cap)",
+    ),
+    **dict.fromkeys(("lengths", "seq_lens", "kv_lens", "kv_lengths"), "key_value_seq_lengths="),
+    **dict.fromkeys(("positions", "q_positions", "q_offset"), "origin=flexjax.Origin(query=...)"),
     **dict.fromkeys(("segment_ids", "q_segment_ids"), "mask_mod=flexjax.masks.document(segment_ids)"),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), _OFFSETS),
     "alibi_slopes": "score_mod=flexjax.mods.distance_penalty(slopes) and mask_mod=flexjax.masks.causal",

@@ -224,6 +224,7 @@ class BlockMask(Parts):
         """
         return cls.of(chosen_blocks(chosen, block_size, q_len, kv_len, mask_mod, heads))
 
+    @public
     @own
     def __getitem__(self, index: object) -> "BlockMask":
         """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays.
@@ -257,6 +258,7 @@ class BlockMask(Parts):
         self._refuse_stack()
         return picture.text(self, repr(self), width)
 
+    @public
     @own
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
         """Draws the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its Axes.

@@ -23,7 +23,7 @@ from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
 from flexjax.ir.reach import reach_of
 from flexjax.mod_tools.made_for import Reach, check_sizes, exactly
-from flexjax.mod_tools.numpy_arrays import as_array
+from flexjax.mod_tools.numpy_arrays import as_array, shown
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS
 from flexjax.partition import explicit_names
 from flexjax.trace.lift_numpy import eager_without_mesh
@@ -301,7 +301,7 @@ def block_sizes(block_size: object) -> tuple[int, int]:
     if len(pair) != 2 or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in pair):
         raise bad_argument(
             "block_size",
-            repr(block_size),
+            shown(block_size),
             "a positive int, or two: (queries, keys)",
             "128 suits every backend.",
         )
@@ -311,7 +311,7 @@ def block_sizes(block_size: object) -> tuple[int, int]:
 
 def length_of(name: str, value: object) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
-        raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
+        raise bad_argument(name, shown(value), "a length in tokens, an int of at least 0", "Pass a static int.")
     return int(value)
 
 
@@ -320,6 +320,6 @@ def _count(name: str, value: object) -> int | None:
         return None
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise bad_argument(
-            name, repr(value), "a positive int, or None for one mask shared by all", "Pass a static int."
+            name, shown(value), "a positive int, or None for one mask shared by all", "Pass a static int."
         )
     return int(value)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flexjax.context import balance as context_balance
 from flexjax.context.blocks import is_traced, trace_mask, visited_blocks
 from flexjax.context.rounds import Rounds, needed_keys, received_counts, rounds_of
-from flexjax.errors import bad_argument
+from flexjax.errors import bad_argument, public
 from flexjax.integers import cdiv
 from flexjax.mod_tools.settings import own
 from flexjax.types import ArrayArgument, MaskMod
@@ -256,6 +256,7 @@ def picture(layout: ContextLayout) -> str:
 # ------------------------------------------------------------------- making one
 
 
+@public
 @own
 def context_layout(
     mask_mod: MaskMod | None,

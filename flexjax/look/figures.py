@@ -33,6 +33,7 @@ HIDDEN = "#e8e8e8"
 VISIBLE = "#08519c"
 
 
+@public
 @own
 def mask(
     mask_mod: MaskMod,

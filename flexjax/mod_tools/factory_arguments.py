@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from flexjax.mod_tools.numpy_arrays import as_array, unwrapped
+from flexjax.mod_tools.numpy_arrays import as_array, shown, unwrapped
 
 LARGEST = 2**31 - 1
 """The largest position that int32 represents."""
@@ -26,7 +26,7 @@ def integer(call: str, name: str, value: object, least: int | None, advice: str)
     number = _as_int(value)
     if number is None or (least is not None and number < least):
         wanted = "an int" if least is None else f"an int of at least {least}"
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+        raise ValueError(f"`{call}`: `{name}` is {shown(value)}; expected {wanted}. {advice}{_static(value)}")
     if abs(number) > LARGEST:
         bound = f"at least {-LARGEST}" if number < 0 else f"at most {LARGEST}"
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of {bound}. {advice}")
@@ -49,7 +49,7 @@ def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...]
     checked = tuple(n for n in numbers if n is not None and n >= 1)
     if len(numbers) != len(axes) or len(checked) != len(axes):
         wanted = f"({', '.join(axes)}), ints of at least 1"
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+        raise ValueError(f"`{call}`: `{name}` is {shown(value)}; expected {wanted}. {advice}{_static(value)}")
     return checked
 
 
@@ -137,14 +137,16 @@ def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], 
 def finite_number(call: str, name: str, value: object, advice: str) -> float:
     number = _as_float(value)
     if number is None:
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number. {advice}")
+        raise ValueError(f"`{call}`: `{name}` is {shown(value)}; expected a finite number. {advice}{_static(value)}")
     return number
 
 
 def positive_number(call: str, name: str, value: object, advice: str) -> float:
     number = _as_float(value)
     if number is None or number <= 0:
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number above 0. {advice}")
+        raise ValueError(
+            f"`{call}`: `{name}` is {shown(value)}; expected a finite number above 0. {advice}{_static(value)}"
+        )
     return number
 
 
@@ -154,6 +156,12 @@ def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: st
     if isinstance(value, int | float | np.number):
         return positive_number(call, name, value, advice)
     return float_array(call, name, value, {0: "[]", 1: "[N]"}, advice)
+
+
+def _static(value: object) -> str:
+    """What to do with a traced number where a Python number is expected."""
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(value))
+    return " It is compiled into the program: name it in static_argnames of jax.jit." if traced else ""
 
 
 def _as_int(value: object) -> int | None:

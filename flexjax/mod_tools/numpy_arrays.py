@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 
@@ -14,6 +15,13 @@ def as_array(value: ArrayLike) -> jax.Array:
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(value.copy())
     return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+
+
+def shown(value: object) -> str:
+    """A value for a message; of an array, traced or not, its type."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{'a traced ' * isinstance(value, Tracer)}{value.dtype.name}{list(value.shape)}"
+    return f"({', '.join(map(shown, value))})" if type(value) is tuple and len(value) > 1 else repr(value)
 
 
 def unwrapped(value: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from flexjax.attention import flex_attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.combine import and_masks
-from flexjax.errors import bad_argument, kind_of
+from flexjax.errors import bad_argument, kind_of, public
 from flexjax.jax_nn import broadcast_lookup
 from flexjax.masks import causal
 from flexjax.mod_tools.factory_arguments import position_array
@@ -24,6 +24,7 @@ from flexjax.types import Dropout, Implementations, KernelOptions, MaskMod, Prec
 Array = jax.Array
 
 
+@public
 @own
 def attention_fn(
     score_mod: ScoreMod | None = None,

@@ -78,6 +78,7 @@ def stored(x: Array | Quantized) -> Stored:
 Scales = float | Array | np.ndarray
 
 
+@public
 @own
 def empty(
     P: int,

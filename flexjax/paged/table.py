@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.errors import bad_argument, kind_of, public
-from flexjax.mod_tools.numpy_arrays import unwrapped
+from flexjax.mod_tools.numpy_arrays import shown, unwrapped
 from flexjax.mod_tools.settings import own
 
 Array = jax.Array
@@ -54,6 +54,7 @@ class PageTable:
 jax.tree_util.register_dataclass(PageTable, data_fields=["pages", "lengths", "uses"], meta_fields=["page"])
 
 
+@public
 @own
 def table(R: int, n: int, P: int, page: int) -> PageTable:
     """The table of R requests without tokens, of at most n pages each, over a pool of P free pages of `page` tokens.
@@ -288,13 +289,13 @@ def check_table(table: object, page: int | None) -> int:
 
 def check_page(name: str, page: object) -> None:
     if not isinstance(page, int) or isinstance(page, bool) or page < 8 or page % 8:
-        raise bad_argument(name, repr(page), "a positive multiple of 8", "Kernels copy 8 tokens at a time.")
+        raise bad_argument(name, shown(page), "a positive multiple of 8", "Kernels copy 8 tokens at a time.")
 
 
 def check_positive(name: str, number: object) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise bad_argument(
-            name, repr(number), "a positive int", "Sizes are static: they are compiled into the program."
+            name, shown(number), "a positive int", "Sizes are static: they are compiled into the program."
         )
 
 

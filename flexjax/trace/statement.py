@@ -45,7 +45,9 @@ def up_to(whole: types.TracebackType | None, last: types.TracebackType | None) -
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_NUMPY) or (file.startswith(_STANDARD) and "site-packages" not in file)
+    return (
+        file.startswith(_NUMPY) or file.endswith(".pyx") or (file.startswith(_STANDARD) and "site-packages" not in file)
+    )
 
 
 def where(link: types.TracebackType | None) -> str:
@@ -108,6 +110,14 @@ def advice(link: types.TracebackType | None, by_bools: bool = False) -> str | No
     if isinstance(node, ast.Subscript):
         return _indexed(node, link.tb_frame, by_bools)
     return _decided(node, parents)
+
+
+def item(link: types.TracebackType | None) -> str:
+    """What the expression that failed indexes or calls, as "`table`"; "an array" where that is not known."""
+    node = found[0] if link is not None and (found := _node(link)) else None
+    if isinstance(node, ast.Subscript):
+        return f"`{ast.unparse(node.value)}`"
+    return f"{ast.unparse(node.func)}()" if isinstance(node, ast.Call) else "an array"
 
 
 def _node(link: types.TracebackType) -> tuple[ast.expr, dict[ast.AST, ast.AST]] | None:

@@ -37,7 +37,7 @@ from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.memo import Memo
 from flexjax.trace.reads import positions, reads_of
-from flexjax.trace.statement import advice, failed_at, traceback_of, up_to, where, where_made
+from flexjax.trace.statement import advice, failed_at, item, traceback_of, up_to, where, where_made
 from flexjax.trace.translation import Equation, Scope
 from flexjax.trace.values import scalar
 
@@ -315,9 +315,10 @@ def _trace(
     traced = Traced(closed, split, mod)
     if len(closed.out_avals) != count or any(a.shape != () for a in closed.out_avals):
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
-        raise _of_result(
-            f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time.", traced
-        )
+        todo = "Index every axis of what it reads, or reduce: it is called with scalars, one position at a time."
+        if len(closed.out_avals) != count:
+            todo = "Write `return` before it." if got == "nothing" else "Return one number."
+        raise _of_result(f"`{name}` returned {got}; expected one scalar. {todo}", traced)
     if found := first_callback(typing.cast(Scope, closed.jaxpr)):
         if callbacks_run():
             stand_in = AS_IF.get(name, AS_IF["weights"])
@@ -336,6 +337,7 @@ def _trace(
     return traced
 
 
+READY = ("score_mod", "mask_mod")
 AS_IF: dict[str, Callable] = {
     "score_mod": lambda score, b, h, q_idx, kv_idx: score,
     "weights": lambda score, b, h, q_idx, kv_idx: score,
@@ -349,6 +351,9 @@ def _why(error: Exception, link: types.TracebackType | None) -> str | None:
     text = str(error)
     if isinstance(error, ModError):
         return f"cannot be compiled: {error}"
+    for form, said in OF_JAX.items():
+        if found := re.search(form, text):
+            return said.format(*found.groups(), item(link))
     if isinstance(error, AttributeError):
         return (advice(link) or _no_attribute(error)) if isinstance(error.obj, Tracer) else None
     if isinstance(error, jax.errors.TracerArrayConversionError | jax.errors.TracerIntegerConversionError):
@@ -367,6 +372,25 @@ def _why(error: Exception, link: types.TracebackType | None) -> str | None:
     return None
 
 
+OF_JAX = {
+    r"Indexer must have integer or boolean type, got indexer with type (\w+)": (
+        "indexes {1} by a number of type {0}; expected integers. Write `//` for `/`, or jnp.int32(x) around a number x."
+    ),
+    r"Too many indices: (?:array is )?(\d+)-dimensional.* (\d+) were indexed": (
+        "indexes {2}, which has {0} dims, by {1} numbers; leave out the index for which it has no axis."
+    ),
+    r"Shapes must be 1D|(?:It|The error) arose in|argument of jnp|repeats must be static|known statically": (
+        "gives {0} a size or an axis that is known only at run time; expected a Python int. Take the largest size, and "
+        "leave out what is too much by jnp.where."
+    ),
+    r"unsupported format string passed to \w*Tracer|format: a real number is required, not \w*Tracer": (
+        "writes a value into a text that is known only at run time; leave it out, or see values by jax.debug.print "
+        "with implementation='reference'."
+    ),
+}
+"""By what an error of jax or Python says, as a regular expression, the rest of the sentence: its fields are those of
+the expression, then what is indexed or called there.
+"""
 TO_NUMPY = (
     "uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); use "
     "jax.numpy inside the mod and index arrays made by jnp.asarray."
@@ -376,8 +400,8 @@ IN_PYTHON = (
     "instead."
 )
 IN_A_DICT = (
-    "looks a traced value up in a dict or a set; make an array of the values, values = jnp.asarray([...]), and read "
-    "values[b]."
+    "looks a traced value up in a dict, a set or a cache; make an array of the values, values = jnp.asarray([...]), "
+    "and read values[b]."
 )
 
 
@@ -423,8 +447,15 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
-        indexed = " Write a function that indexes the array." if isinstance(mod, jax.Array | np.ndarray) else ""
-        raise ModError(f"`{name}` is {kind_of(mod)}; expected a function {wanted}.{indexed}")
+        score = arguments is SCORE_ARGUMENTS
+        todo = f"Ready-made ones are in flexjax.{'mods' if score else 'masks'}." if name in READY else "Write one."
+        if isinstance(mod, jax.Array | np.ndarray):
+            todo = "Write a function that indexes the array."
+        elif isinstance(mod, list | tuple):
+            todo = f"Join functions by flexjax.{'chain_mods' if score else 'and_masks'}(a, b)."
+        raise ModError(f"`{name}` is {kind_of(mod)}; expected a function {wanted}. {todo}")
+    if inspect.isgeneratorfunction(mod) or inspect.iscoroutinefunction(mod):
+        raise ModError(f"`{name}` is a generator or a coroutine; expected a function {wanted}. Return the number.")
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):

@@ -400,7 +400,9 @@ def test_bad_calls(call: str) -> None:
 
 
 def test_a_mask_in_the_place_of_a_length() -> None:
-    expected = "`mask_mod` is an int; expected a function mask_mod(b, h, q_idx, kv_idx)."
+    expected = (
+        "`mask_mod` is an int; expected a function mask_mod(b, h, q_idx, kv_idx). Ready-made ones are in flexjax.masks."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         create_block_mask(2, 3, 8, 8, mixed)  # type: ignore[arg-type]
 

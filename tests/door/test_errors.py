@@ -96,14 +96,14 @@ CALLS = [
     Bad("key_extra_heads", lambda a: attend(a, query_extra=a["qx"], key_extra=jnp.repeat(a["kx"], 3, 2)), "`key_extra` is of shape (2, 10, 3, 3) with 3 heads; expected a number of heads that divides query's 4. One head serves all."),
     # ---- block masks
     Bad("mask_type", lambda a: attend(a, block_mask=masks.causal), "`block_mask` is a function; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
-    Bad("mask_array", lambda a: attend(a, block_mask=np.ones((6, 10), bool)), "`block_mask` is an ndarray; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
+    Bad("mask_array", lambda a: attend(a, block_mask=np.ones((6, 10), bool)), "`block_mask` is bool[6, 10]; expected a flexjax.BlockMask. A plain mask function goes to mask_mod=."),
     Bad("mask_lengths", lambda a: attend(a, block_mask=block_mask(q_len=7)), "`block_mask` is made for q_len=7, kv_len=10; expected q_len=6, kv_len=10. Build it for these lengths with create_block_mask, or slice it."),
     Bad("mask_kv_len", lambda a: attend(a, block_mask=block_mask(kv_len=S + 1)), "`block_mask` is made for q_len=6, kv_len=11; expected q_len=6, kv_len=10. Build it for these lengths with create_block_mask, or slice it."),
     Bad("mask_and_layout", lambda a: attend(a, q=jnp.ones((B, 4, 20, D)), k=jnp.ones((B, 4, 20, D)), v=jnp.ones((B, 4, 20, D)), block_mask=block_mask(q_len=20, kv_len=20)), "`block_mask` is made for q_len=20, kv_len=20; expected q_len=4, kv_len=4. These are the heads of query and key: if the arrays are in layout BNTH, pass layout='BNTH'."),
     Bad("mask_batch", lambda a: attend(a, block_mask=block_mask(3, mod=by_batch)), "`block_mask` is made for batch=3; expected batch=2 or 1. Build it with batch=2, or None to share it."),
     Bad("mask_batch_of_one", lambda a: attend(a, **{n: a[n][:1] for n in "qkv"}, block_mask=block_mask(3, mod=by_batch)), "`block_mask` is made for batch=3; expected batch=1. Build it with batch=1, or None to share it."),
     Bad("block_mask_as_mask_mod", lambda a: attend(a, mask_mod=block_mask()), "`mask_mod` is a BlockMask; expected a function mask_mod(b, h, q_idx, kv_idx). Pass a block mask as block_mask=."),
-    Bad("array_as_mask_mod", lambda a: attend(a, mask_mod=np.ones((T, S), bool)), "`mask_mod` is an ndarray; expected a function mask_mod(b, h, q_idx, kv_idx). Write a function that indexes the array."),
+    Bad("array_as_mask_mod", lambda a: attend(a, mask_mod=np.ones((T, S), bool)), "`mask_mod` is bool[6, 10]; expected a function mask_mod(b, h, q_idx, kv_idx). Write a function that indexes the array."),
     Bad("mask_heads", lambda a: attend(a, block_mask=block_mask(None, 2, mod=by_head)), "`block_mask` is made for heads=2; expected heads=4 or 1. Build it with heads=4, or None to share it."),
     Bad("mask_of_one_head", lambda a: attend(a, block_mask=block_mask(None, 1, mod=by_head)), "`block_mask` is made for heads=1 by a mask_mod that depends on `h`; expected heads=4. Build it with heads=4."),
     Bad("mask_of_one_entry", lambda a: attend(a, block_mask=block_mask(1, mod=by_batch)), "`block_mask` is made for batch=1 by a mask_mod that depends on `b`; expected batch=2. Build it with batch=2."),
@@ -114,7 +114,7 @@ CALLS = [
     Bad("scale_infinite", lambda a: attend(a, scale=float("inf")), "`scale` is inf; expected a finite float. None means 1 / sqrt(head dim)."),
     Bad("scale_of_heads", lambda a: attend(a, scale=a["sinks"]), "`scale` is float32[4]; expected a real scalar. A factor for each head or position goes into score_mod."),
     Bad("scale_complex", lambda a: attend(a, scale=a["sinks"][0] * 1j), "`scale` is complex64[]; expected a real scalar. A factor for each head or position goes into score_mod."),
-    Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
+    Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx). Ready-made ones are in flexjax.mods."),
     Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx). If it is a mask_mod, pass it as mask_mod=."),
     Bad("rate_one", lambda a: attend(a, dropout=flexjax.Dropout(1.0, None)), "`dropout.rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_negative", lambda a: attend(a, dropout=flexjax.Dropout(-0.1, None)), "`dropout.rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
@@ -361,7 +361,7 @@ def test_arrays_of_more_heads_than_tokens_are_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(3, "an int"), (None, "None"), ([1], "a list"), (np.ones(1), "an ndarray"), ("x", "a str")]
+    ("value", "text"), [(3, "an int"), (None, "None"), ([1], "a list"), (np.ones(1), "float64[1]"), ("x", "a str")]
 )
 def test_what_a_value_is_called(value: object, text: str) -> None:
     assert kind_of(value) == text

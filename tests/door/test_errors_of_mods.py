@@ -1,11 +1,14 @@
 """What a user reads when a mod fails: the statement, what to write in its place, and a short traceback."""
 
+import functools
 import inspect
 import math
 import os
+import pathlib
 import pickle
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks, mods
+from flexjax import masks, mods, paged
 from flexjax.errors import ModError, notebook_lines
 
 Array = jax.Array
@@ -245,6 +248,75 @@ def test_slices_and_writes(mod: Callable, text: str) -> None:
     assert str(raised(score_mod=mod)) == f"`score_mod` {text}\n{place(mod)}"
 
 
+NOT_SCALARS = jnp.ones((2, 3))
+SIZE = (
+    "a size or an axis that is known only at run time; expected a Python int. Take the largest size, and leave out what is "
+    "too much by jnp.where."
+)
+IN_TEXT = (
+    "writes a value into a text that is known only at run time; leave it out, or see values by jax.debug.print with "
+    "implementation='reference'."
+)
+OF_JAX = {
+    "s + NOT_SCALARS[h, (q - k) / 2]": "indexes `NOT_SCALARS` by a number of type float32; expected integers. Write `//` for "
+    "`/`, or jnp.int32(x) around a number x.",
+    "s + NOT_SCALARS[h, q, k]": "indexes `NOT_SCALARS`, which has 2 dims, by 3 numbers; leave out the index for which it has "
+    "no axis.",
+    "s + s[h]": "indexes `s`, which has 0 dims, by 1 numbers; leave out the index for which it has no axis.",
+    "s + jnp.arange(k)[0]": f"gives jnp.arange() {SIZE}",
+    "s + jnp.zeros(k)[0]": f"gives jnp.zeros() {SIZE}",
+    "s + jax.nn.one_hot(q, k)[0]": f"gives jax.nn.one_hot() {SIZE}",
+    "s + NOT_SCALARS.reshape(q, -1)[0, 0]": f"gives NOT_SCALARS.reshape() {SIZE}",
+    "s + NOT_SCALARS.sum(axis=h)[0]": f"gives NOT_SCALARS.sum() {SIZE}",
+    "s + jnp.repeat(NOT_SCALARS, q)[0]": f"gives jnp.repeat() {SIZE}",
+    "s + len(f'{q:d}')": IN_TEXT,
+    "s + len('%d' % q)": IN_TEXT,
+    "s + HELD_BY_KEY(q)": "looks a traced value up in a dict, a set or a cache; make an array of the values, values = "
+    "jnp.asarray([...]), and read values[b].",
+    "s + np.random.rand(q)": "uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or "
+    "np.*); use jax.numpy inside the mod and index arrays made by jnp.asarray.",
+}
+HELD_BY_KEY = functools.lru_cache(lambda key: key)
+
+
+@pytest.mark.parametrize("source", OF_JAX)
+def test_what_jax_and_python_refuse(source: str, tmp_path: pathlib.Path) -> None:
+    """At most twelve lines, without a frame of flexjax, jax or numpy, and with the user's statement."""
+    file = tmp_path / "mod.py"
+    file.write_text(text := f"mod = lambda s, b, h, q, k: {source}")
+    exec(compile(text, str(file), "exec"), scope := {**globals()})
+    error = raised(score_mod=scope["mod"])
+    assert str(error) == f"`score_mod` {OF_JAX[source]}\nin <lambda>, mod.py:1: `{text}`"
+    assert files_of(error) == {__file__, str(file)}
+    assert len(lines_of(error)) <= 12
+
+
+@pytest.mark.parametrize(
+    ("mod", "text"),
+    [
+        ([masks.causal], "`mask_mod` is a list; {}. Join functions by flexjax.and_masks(a, b)."),
+        ("causal", "`mask_mod` is a str; {}. Ready-made ones are in flexjax.masks."),
+        (jnp.ones((4, 4), bool), "`mask_mod` is bool[4, 4]; {}. Write a function that indexes the array."),
+    ],
+)
+def test_what_is_no_function(mod: Any, text: str) -> None:
+    assert str(raised(mask_mod=mod)) == text.format("expected a function mask_mod(b, h, q_idx, kv_idx)")
+
+
+def test_a_generator_is_no_mod() -> None:
+    def yields(s, b, h, q, k):
+        yield s
+
+    async def waits(s, b, h, q, k):
+        return s
+
+    for mod in (yields, waits):
+        assert str(raised(score_mod=mod)) == (
+            "`score_mod` is a generator or a coroutine; expected a function score_mod(score, b, h, q_idx, kv_idx). "
+            "Return the number."
+        )
+
+
 def test_what_is_written_means_the_same() -> None:
     """The advice is an expression that traces, and that gives what Python gives for numbers."""
     for mod, text in WRITE.items():
@@ -453,6 +525,34 @@ def test_frames_are_marked() -> None:
         if "__tracebackhide__" not in frame.f_locals
     ]
     assert shown == ["raised", "causal"]
+
+
+def test_no_public_function_shows_frames_of_flexjax() -> None:
+    """Neither for a mistake that it finds, nor for arguments that are missing, nor for a tracer that a user kept."""
+    kept: list[Any] = []
+    jax.jit(lambda x: kept.append(x))(jnp.ones(1))
+    calls: list[Callable[[], Any]] = [
+        lambda: paged.empty(8, 10, 1, 8, dtype="float32"),
+        lambda: paged.table(1, 1, 1, 7),
+        lambda: paged.empty(8, 8, 1, 8),  # type: ignore[call-arg]
+        lambda: flexjax.create_block_mask(masks.causal, 4, 4),  # type: ignore[call-arg]
+        lambda: flexjax.create_block_mask(masks.causal, None, None, 4, 4)[5],
+        lambda: flexjax.context_layout(masks.causal, 0, devices=1),
+        lambda: flexjax.explain(mask_mod=masks.causal),  # type: ignore[call-arg]
+        lambda: flexjax.visualize.mask(mask_mod=masks.causal),  # type: ignore[call-arg]
+        lambda: flexjax.flex_attention(Q, Q, Q, score_mod=lambda s, b, h, q, k: s + kept[0][h]),
+    ]
+    for call in calls:
+        with pytest.raises((ValueError, TypeError, jax.errors.UnexpectedTracerError)) as caught:
+            call()
+        assert files_of(caught.value) == {__file__}, caught.value
+    for module in (flexjax, paged):
+        for name in set(module.__all__ if module is flexjax else dir(module)) - WITHOUT_ARRAYS:
+            if isinstance(function := getattr(module, name), types.FunctionType):
+                assert function.__code__.co_name == "called", name
+
+
+WITHOUT_ARRAYS = {"made_for"}
 
 
 def test_a_bug_of_flexjax_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

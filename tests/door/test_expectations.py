@@ -210,7 +210,8 @@ def one_number(s: jax.Array) -> jax.Array:
 REFUSED: dict[str, tuple[typing.Any, str]] = {
     "a vector": (
         {"x": a_vector},
-        "`return_aux.expectations['x']` returned float32[2]; expected one scalar. It is called with scalars: one position at a time.",
+        "`return_aux.expectations['x']` returned float32[2]; expected one scalar. Index every axis of what it reads, or reduce: it is "
+        "called with scalars, one position at a time.",
     ),
     "another signature": (
         {"x": one_number},

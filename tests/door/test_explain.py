@@ -165,7 +165,7 @@ def test_errors() -> None:
         flexjax.explain(*qkv(), softcap=3.0, window=2)
     assert str(caught.value) == (
         "explain() got unexpected arguments softcap, window; it takes those of flex_attention. In place of `softcap` write "
-        "score_mod=flexjax.mods.softcap(cap)."
+        "score_mod=flexjax.mods.softcap(cap). In place of `window` write mask_mod=flexjax.masks.sliding_window(window)."
     )
     with pytest.raises(ValueError, match=re.escape("`sinks` is float32[3]; expected float32[4]")) as caught:
         flexjax.explain(*qkv(), sinks=jnp.zeros(3))

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     ),
     "no function": (
         dict(weights=2.0),
-        "`weights` is a float; expected a function weights(score, b, h, q_idx, kv_idx).",
+        "`weights` is a float; expected a function weights(score, b, h, q_idx, kv_idx). Write one.",
     ),
     "signature": (
         dict(weights=lambda s: s),

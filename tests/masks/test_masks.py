@@ -933,6 +933,23 @@ def test_a_scalar_of_jax_counts_global_tokens() -> None:
     np.testing.assert_array_equal(masks.global_tokens(jnp.int32(2))(0, 0, *np.ogrid[:5, :5]), wanted)
 
 
+def test_traced_sizes_are_refused() -> None:
+    static = "It is compiled into the program: name it in static_argnames of jax.jit."
+    for make, text in (
+        (
+            masks.chunked,
+            "`chunked`: `chunk` is a traced int32[]; expected an int of at least 1. It counts the tokens of a ",
+        ),
+        (
+            lambda n: masks.natten_2d((n, 8), (3, 3)),
+            "`natten_2d`: `canvas` is (a traced int32[], 8); expected (height, width), ints of at least 1. Pass a pair such ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            jax.jit(lambda n, make=make: make(n)(0, 0, 0, 0))(8)
+        assert str(caught.value).endswith(static)
+
+
 def test_a_list_of_traced_numbers_is_an_array() -> None:
     given = jax.jit(lambda n: masks.document(lengths=[n, 3])(0, 0, *np.ogrid[:7, :7]))(4)
     np.testing.assert_array_equal(np.asarray(given), (np.arange(7)[:, None] < 4) == (np.arange(7) < 4))

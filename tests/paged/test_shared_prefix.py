@@ -166,7 +166,7 @@ CACHE, TABLE, SHARED = forked([(0, 5), (1, 4)], {0: 16, 1: 8})
 PAGES = SHARED.prefix_pages
 # fmt: off
 ERRORS = [
-    (np.zeros(2, np.int32), "`shared` is an ndarray; expected a flexjax.SharedPrefix or None. None shares nothing."),
+    (np.zeros(2, np.int32), "`shared` is int32[2]; expected a flexjax.SharedPrefix or None. None shares nothing."),
     (SharedPrefix(jnp.zeros(3, jnp.int32), PAGES, SHARED.prefix_lengths),
      "`shared.group` is int32[3]; expected int32[2]. Cast or reshape it."),
     (SharedPrefix(SHARED.group, PAGES[0], SHARED.prefix_lengths),

@@ -399,7 +399,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an array": (
         lambda: flexjax.flex_attention(Q, K, V, tolerance=np.zeros(2)),  # type: ignore[arg-type]
-        "`tolerance` is an ndarray" + RANGE + "It is decided while tracing what may go: make it a static argument of jit.",
+        "`tolerance` is float64[2]" + RANGE + "It is decided while tracing what may go: make it a static argument of jit.",
     ),
     "a half": (
         lambda: flexjax.flex_attention(Q, K, V, tolerance=0.5),

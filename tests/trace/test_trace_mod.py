@@ -380,7 +380,7 @@ RUN_TIME = "on a value that is known only at run time; write"
 REFUSED_SCORES = {
     "not a function": (
         3,
-        "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx).",
+        "`score_mod` is an int; expected a function score_mod(score, b, h, q_idx, kv_idx). Ready-made ones are in flexjax.mods.",
     ),
     "too few": (
         lambda b, h, q, k: q,
@@ -394,15 +394,16 @@ REFUSED_SCORES = {
     ),
     "vector": (
         lambda s, b, h, q, k: s * jnp.ones(3),
-        "`score_mod` returned float32[3]; expected one scalar. It is called with scalars: one position at a time.",
+        "`score_mod` returned float32[3]; expected one scalar. Index every axis of what it reads, or reduce: it is called with "
+        "scalars, one position at a time.",
     ),
     "nothing": (
         lambda s, b, h, q, k: None,
-        "`score_mod` returned nothing; expected one scalar. It is called with scalars: one position at a time.",
+        "`score_mod` returned nothing; expected one scalar. Write `return` before it.",
     ),
     "two": (
         lambda s, b, h, q, k: (s, q),
-        "`score_mod` returned float32[], int32[]; expected one scalar. It is called with scalars: one position at a time.",
+        "`score_mod` returned float32[], int32[]; expected one scalar. Return one number.",
     ),
     "a function": (
         lambda s, b, h, q, k: mods.alibi(3),
@@ -506,19 +507,6 @@ def test_refused_mask_mods(why: str) -> None:
     with pytest.raises(ModError) as caught:
         trace_mask_mod(mod, SIZES)
     assert without_place(caught.value) == message
-
-
-@pytest.mark.parametrize("index", [lambda ids, b, h, q: ids[b, h, q], lambda ids, b, h, q: ids[b, q / 2]])
-def test_an_error_of_an_index_names_the_mod(index: Callable) -> None:
-    ids = jnp.zeros((2, 4), jnp.int32)
-    with pytest.raises((IndexError, TypeError)) as error:
-        trace_mask_mod(lambda b, h, q, k: index(ids, b, h, q) == 0, SIZES)
-    assert any(
-        n.startswith(
-            "In `mask_mod`, which is called with scalars, one position at a time.\nin <lambda>, test_trace_mod.py:"
-        )
-        for n in error.value.__notes__
-    )
 
 
 def test_collectives_are_refused() -> None:
