@@ -377,16 +377,16 @@ def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: 
         return dataclasses.replace(kept, captures=arrays)
     numbers = _numbers(arrays)
     by_numbers = None if numbers is None else (traced.program, numbers, sizes, settings)
-    made = None if by_numbers is None else _BLOCKS.get(by_numbers)
-    if made is None:
-        made = make()
-        if made.on_host is None or sum(x.nbytes for x in made.on_host) > MOST_BYTES:
-            return made
+    if by_numbers is not None and (kept := _BLOCKS.get(by_numbers)) is not None:
+        return dataclasses.replace(kept, captures=arrays)
+    made = make()
+    if made.on_host is None or sum(x.nbytes for x in made.on_host) > MOST_BYTES:
+        return made
     kept = dataclasses.replace(made, captures=())
     _BLOCKS.put(key, kept, arrays)
     if by_numbers is not None:
         _BLOCKS.put(by_numbers, kept)
-    return dataclasses.replace(made, captures=arrays)
+    return made
 
 
 def _numbers(arrays: Sequence[Array]) -> tuple[object, ...] | None:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from flexjax.mod_tools.numpy_arrays import as_array, shown, unwrapped
+from flexjax.mod_tools.numpy_arrays import equal_array, shown, unwrapped
 
 LARGEST = 2**31 - 1
 """The largest position that int32 represents."""
@@ -77,7 +77,8 @@ def position_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str
             f"`{call}`: `{name}` has numbers from {ends[0]} to {ends[1]}; expected numbers that int32 holds, as "
             f"positions are. {advice}"
         )
-    return _of_rank(call, name, array, shapes, advice).astype(jnp.int32)
+    array = _of_rank(call, name, array, shapes, advice)
+    return array if array.dtype == jnp.int32 else array.astype(jnp.int32)
 
 
 def _integers(
@@ -104,7 +105,7 @@ def _array(call: str, name: str, value: ArrayLike, kind: str, shapes: dict[int, 
     try:
         if isinstance(value, str):
             raise TypeError("jax.numpy would evaluate the text")
-        return as_array(unwrapped(value))
+        return equal_array(unwrapped(value))
     except (TypeError, ValueError, OverflowError):
         given = "None" if value is None else f"a {type(value).__name__}, which is no array of numbers"
         raise ValueError(

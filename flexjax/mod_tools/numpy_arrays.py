@@ -1,11 +1,12 @@
 """Copies numpy arrays to JAX arrays without a compiled program, and takes arrays out of objects that hold one."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 
 
@@ -15,6 +16,34 @@ def as_array(value: ArrayLike) -> jax.Array:
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(value.copy())
     return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+
+
+MOST_BYTES = 1 << 14
+"""Bytes of an array that `equal_array` keeps."""
+
+
+def equal_array(value: ArrayLike) -> jax.Array:
+    """As `as_array`; outside of meshes equal small lists and numpy arrays give one array object, so that what was made
+    from it is found again.
+    """
+    if type(value) is list and value and all(type(x) is int for x in value):
+        value = np.array(value)
+    kind = value.dtype.kind if type(value) is np.ndarray and value.nbytes <= MOST_BYTES else ""
+    if kind not in ("b", "i", "u", "f") or not jax.sharding.get_abstract_mesh().empty:
+        return as_array(value)
+    # jax.extend.backend.clear_backends makes devices anew
+    place = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
+    key = value.tobytes(), value.dtype.str, value.shape, jax.config.jax_enable_x64, place  # type: ignore[attr-defined]
+    if (kept := _kept(*key)).is_deleted():  # by a user who deletes all jax.live_arrays()
+        _kept.cache_clear()
+        kept = _kept(*key)
+    return kept
+
+
+@functools.lru_cache(maxsize=128)
+def _kept(numbers: bytes, dtype: str, shape: tuple[int, ...], *_: object) -> jax.Array:
+    with eval_context():
+        return jax.device_put(np.frombuffer(numbers, dtype).reshape(shape).copy())
 
 
 def shown(value: object) -> str:

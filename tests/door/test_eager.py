@@ -16,6 +16,7 @@ import flexjax
 from flexjax import masks, mods
 from flexjax.block_mask import build
 from flexjax.call import prepare
+from flexjax.mod_tools.numpy_arrays import equal_array
 from flexjax.trace import trace_mod
 from tests.arrays import array
 
@@ -56,6 +57,8 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "window": lambda: {"mask_mod": masks.sliding_window(4)},
     "alibi": lambda: {"score_mod": mods.alibi(N)},
     "documents": lambda: {"mask_mod": flexjax.and_masks(masks.causal, masks.document(IDS))},
+    "documents of numpy": lambda: {"mask_mod": masks.document(np.arange(T)[None] // 3)},
+    "padding of a list": lambda: {"mask_mod": masks.padding([5])},
     "lambda": lambda: {"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < WIDTH)},
     "bias": lambda: {"score_mod": lambda score, b, h, q_idx, kv_idx: score + TABLE[h, q_idx - kv_idx + T - 1]},
     "soft_cap": lambda: {"score_mod": mods.softcap_approx(5.0)},
@@ -168,6 +171,29 @@ def test_new_arrays_of_ready_made_mods_are_read() -> None:
         kept = np.asarray(attend(**make(3)))
         np.testing.assert_array_equal(kept, expected(**make(3)))
         assert not np.array_equal(kept, attend(**make(1)))
+
+
+def test_equal_lists_and_numpy_arrays_are_one_array() -> None:
+    numbers = np.array([[0, 1, 2]])
+    kept = equal_array(numbers)
+    assert equal_array(numbers.tolist()[0]) is equal_array([0, 1, 2])
+    assert equal_array(numbers.copy()) is kept
+    for other in (numbers + 1, numbers[0], numbers.astype(np.int8), numbers.astype(bool), numbers.astype(np.float32)):
+        made = equal_array(other)
+        assert made is not kept
+        assert made.dtype == jnp.asarray(other).dtype
+        np.testing.assert_array_equal(made, other)
+    numbers[0, 0] = 7
+    np.testing.assert_array_equal(equal_array(numbers), [[7, 1, 2]])
+    np.testing.assert_array_equal(kept, [[0, 1, 2]])
+    kept.delete()
+    np.testing.assert_array_equal(equal_array(np.array([[0, 1, 2]])), [[0, 1, 2]])
+    with jax.enable_x64(True):
+        assert equal_array([0, 1, 2]).dtype == jnp.int64
+    with jax.default_device(jax.devices()[-1]):
+        assert equal_array([0, 1, 2]).devices() == {jax.devices()[-1]}
+    inside = jax.jit(lambda x: x + equal_array(np.array([5, 6])))(1)
+    np.testing.assert_array_equal(inside, equal_array(np.array([5, 6])) + 1)
 
 
 # ------------------------------------------------------------------ what changes between calls is read anew
