@@ -82,14 +82,16 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             "compressed attention, whose keys are two sequences": compressed_mask is not None
             or bool(pad_kv_total or compress_ratio)
             or self.attention_type == op.AttentionType.COMPRESSED,
-            "MoBA, whose mask needs the keys themselves": bool(self.config.moba),
+            "MoBA, whose mask needs the keys themselves; flexjax.BlockMask.from_chosen_blocks is for a layer of your "
+            "own": bool(self.config.moba),
             "ragged attention; set use_ragged_attention=False, the ids of the cache say the same": use_ragged_attention
             and decoding,
-            "attention dropout, which MaxText's dot product leaves out too": self.dropout_rate > 0,
-            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks": split
+            "attention dropout, which MaxText's dot product leaves out too; set dropout_rate=0": self.dropout_rate > 0,
+            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks; set "
+            "ici_context_parallelism=1, and split heads by ici_tensor_parallelism": split
             and (decoding or any(x is not None for x in (previous_chunk, bidirectional_mask, indexer_mask))),
-            "context parallelism over the two axes of context_parallel_strategy='usp'": split
-            and self.config.context_parallel_strategy == "usp",
+            "context parallelism over the two axes of context_parallel_strategy='usp'; set it to 'all_gather' or "
+            "'ring'": split and self.config.context_parallel_strategy == "usp",
             "context parallelism of striped tokens; set context_parallel_reorder_strategy='dual_chunk_swap', or "
             "context_parallel_load_balance=False": balanced and _is_striped(self.config),
         }

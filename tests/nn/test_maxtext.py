@@ -174,7 +174,11 @@ def test_the_signature_is_that_of_maxtext() -> None:
 @pytest.mark.parametrize(
     ("op", "call", "said"),
     [
-        ({"dropout_rate": 0.1}, {}, "attention dropout, which MaxText's dot product leaves out too"),
+        (
+            {"dropout_rate": 0.1},
+            {},
+            "attention dropout, which MaxText's dot product leaves out too; set dropout_rate=0",
+        ),
         ({"kind": "compressed"}, {}, "compressed attention, whose keys are two sequences"),
         ({}, {"compress_ratio": 4}, "compressed attention, whose keys are two sequences"),
     ],
@@ -197,12 +201,13 @@ STRIPED = (
         (
             {},
             {"bidirectional_mask": IMAGE},
-            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks",
+            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks; set "
+            "ici_context_parallelism=1, and split heads by ici_tensor_parallelism",
         ),
         (
             {"context_parallel_strategy": "usp"},
             {},
-            "context parallelism over the two axes of context_parallel_strategy='usp'",
+            "context parallelism over the two axes of context_parallel_strategy='usp'; set it to 'all_gather' or 'ring'",
         ),
         ({"context_parallel_reorder_strategy": ReorderStrategy.STRIPED}, {}, STRIPED),
         ({"context_parallel_strategy": "ring"}, {}, STRIPED),
