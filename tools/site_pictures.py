@@ -8,6 +8,7 @@ The browser is the chromium that is installed (`apt install chromium`), or the o
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import os
@@ -85,11 +86,14 @@ def take(browser: Any, base: str, given: argparse.Namespace) -> list[str]:
 
 def ask(browser: Any, base: str) -> list[str]:
     """Prints the first answers of the search to each of QUERIES; returns what is wrong."""
+    from playwright.sync_api import TimeoutError
+
     wrong = []
     tab = browser.new_page(viewport={"width": 1300, "height": 900})
     for query, wanted in QUERIES.items():
         tab.goto(f"{base}/?q={query}", wait_until="networkidle")
-        tab.wait_for_timeout(800)
+        with contextlib.suppress(TimeoutError):  # a question without an answer
+            tab.wait_for_selector(".md-search-result__link", state="attached", timeout=20_000)
         answers = tab.eval_on_selector_all(".md-search-result__link", "links => links.slice(0, 5).map(a => a.href)")
         first = [a.removeprefix(base).split("?")[0] for a in answers]
         print(f"{query:16} {' '.join(first) or 'nothing'}")
