@@ -337,7 +337,6 @@ def _trace(
     return traced
 
 
-READY = ("score_mod", "mask_mod")
 AS_IF: dict[str, Callable] = {
     "score_mod": lambda score, b, h, q_idx, kv_idx: score,
     "weights": lambda score, b, h, q_idx, kv_idx: score,
@@ -447,8 +446,8 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
-        score = arguments is SCORE_ARGUMENTS
-        todo = f"Ready-made ones are in flexjax.{'mods' if score else 'masks'}." if name in READY else "Write one."
+        score, ready = arguments is SCORE_ARGUMENTS, name in ("score_mod", "mask_mod")
+        todo = f"Ready-made ones are in flexjax.{'mods' if score else 'masks'}." if ready else "Write one."
         if isinstance(mod, jax.Array | np.ndarray):
             todo = "Write a function that indexes the array."
         elif isinstance(mod, list | tuple):
