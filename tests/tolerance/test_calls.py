@@ -549,7 +549,9 @@ def test_a_call_over_a_split_sequence_refuses(name: str) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-@pytest.mark.parametrize("mask", [dict(mask_mod=masks.causal), dict(block_mask=of_documents()), {}], ids=str)
+@pytest.mark.parametrize(
+    "mask", [dict(mask_mod=masks.causal), dict(block_mask=of_documents()), {}], ids=["causal", "documents", "no mask"]
+)
 def test_a_split_sequence_leaves_out_blocks_by_head(mask: dict[str, Any]) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     context = flexjax.ContextParallel("x", flexjax.context_layout(masks.causal, T, devices=2, block_size=BLOCK))
