@@ -35,7 +35,6 @@ FEATURES = (
 )  # fmt: skip
 ONE_KERNEL = (
     "one_kernel", "one_kernel_causal", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order",
-    "one_kernel_last_cta", "one_kernel_causal_last_cta", "one_kernel_64_last_cta", "one_kernel_64_causal_last_cta",
 )  # fmt: skip
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
 CHOSEN = ("three_groups", "third_key_slot", "split_columns", "split_by_residues")
@@ -120,8 +119,7 @@ def one_kernel(name: str) -> typing.Any:
     kernel.
 
     name   of ONE_KERNEL. "64" in it: head dim 64, otherwise 128; "causal": a causal mask, and dQ added in a fixed order; "any_order": a
-           causal mask, and dQ added in any order; otherwise full attention in a fixed order; "last_cta": the last CTA that adds to a
-           tile of dQ writes it
+           causal mask, and dQ added in any order; otherwise full attention in a fixed order
 
     It makes the heuristics choose the fused kernel for the rest of the process.
     """
@@ -130,14 +128,10 @@ def one_kernel(name: str) -> typing.Any:
 
     import flexjax
     from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
-    from flexjax.backends.mosaic_gpu.machine import dq_order
 
     dim, deterministic = 64 if "64" in name else 128, "any_order" not in name
     full = deterministic and "causal" not in name
     hopper_fused_choice.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
-    if "last_cta" in name:
-        hopper_fused_choice.LAST_WRITES = True
-        dq_order._sums = lambda kv_tiles: [1]  # of several sums XLA makes dQ
 
     def loss(*qkv: jax.Array) -> jax.Array:
         """The sum of the squares of attention's result."""

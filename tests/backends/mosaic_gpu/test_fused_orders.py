@@ -10,17 +10,14 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, masks
-from flexjax.block_mask.transpose import flags_of_lists
 from tests.arrays import array
-from tests.cases.on_hopper import assert_gradients_close, backward_problem, benched, causal
+from tests.cases.on_hopper import backward_problem, benched, causal
 from tests.marks import some_slow
-from tests.plan.test_known_lists import T
-from tests.plan.test_known_lists import call as known_call
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu.backward import hopper_fused, hopper_fused_choice, hopper_fused_visits, tile_visits
+from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
 from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import fused_tiles
 from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel
 from flexjax.backends.mosaic_gpu.families import choose_kernel
@@ -137,66 +134,6 @@ def test_how_many_ctas_divide_the_heads_of_a_key_tile(
     chosen = choose_kernel.backward_kernels(plan)
     assert isinstance(chosen, FusedKernel)
     assert chosen.shares == shares
-
-
-LAST_WRITES: dict[str, dict[str, typing.Any]] = {
-    "full": {"q_len": 300, "kv_len": 300},
-    "upward, float16, BNTH, tiles of 128 queries": {
-        "mask": near_causal, "q_len": 500, "kv_len": 500, "dim": 64, "dtype": "float16", "layout": "BNTH",
-    },
-    "queries that no key tile visits": {"mask": lambda b, h, q, k: (q >= k) & (q < 200), "q_len": 400, "kv_len": 256},
-    "grouped, lists of each head": {
-        "mask": lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0), "mask_heads": 4, "heads": 4, "kv_heads": 2, "kv_len": 384,
-    },
-    "grouped, batch entries": {"mask": causal, "heads": 4, "kv_heads": 2, "batch": 2, "dim": 64},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", some_slow(list(LAST_WRITES), ["full", "grouped, batch entries"]))
-@ENOUGH_THREADS
-def test_the_last_cta_that_adds_to_a_tile_writes_the_bits_that_xla_would(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hopper_fused_choice, "fused_is_faster", lambda plan: True)
-    monkeypatch.setattr(dq_order, "_sums", lambda kv_tiles: [1])  # where there are several sums, XLA adds them up
-    written, first = [], hopper_fused.unwritten_dq
-    monkeypatch.setattr(hopper_fused, "unwritten_dq", lambda *given: (written.append(given), first(*given))[1])
-    made = backward_problem(**{"dim": 128, "q_len": 256, "kv_len": 256, **LAST_WRITES[name]})
-    found = []
-    for last_writes in (False, True):
-        monkeypatch.setattr(hopper_fused_choice, "LAST_WRITES", last_writes)
-        chosen = choose_kernel.backward_kernels(made.plan)
-        assert isinstance(chosen, FusedKernel)
-        assert chosen.last_writes == last_writes
-        found.append(made.gradients())
-        assert len(written) == last_writes
-    assert_gradients_close(found[1], made.expected)
-    for before, now in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
-        np.testing.assert_array_equal(np.asarray(before, np.float32), np.asarray(now, np.float32))
-
-
-@pytest.mark.parametrize(
-    ("mask_mod", "reached"),
-    [
-        (masks.causal, True),
-        (masks.sliding_window(300), True),
-        (lambda b, h, q, k: (q >= k) & (q < T - 300), False),
-    ],
-)
-def test_dq_starts_from_zeros_where_no_key_tile_visits_a_query_tile(mask_mod: typing.Any, reached: bool) -> None:
-    plan, operands = known_call(mask_mod)
-    tiles = -(-T // 128)
-    lists = tile_visits.visit_lists(plan, plan.on_host(operands).lists, transposed=True)
-    order = dq_order.order_for(plan, tiles, tiles)._replace(sums=1)
-    visits = hopper_fused_visits.query_visits(plan, lists, tiles, tiles, 128, order, with_last=True)
-    assert hopper_fused_visits.reach_all(visits) == reached
-    tickets = np.asarray(visits.tickets)
-    assert visits.num is not None
-    assert visits.codes is not None
-    visitors = np.asarray(flags_of_lists(visits.num, visits.codes // 2, tiles)).sum(-2)
-    # one last of each query tile, with the ticket after those of all others
-    assert ((tickets & 1).sum(-2) == (visitors > 0)).all()
-    assert (((tickets >> 1) * (tickets & 1)).sum(-2) == np.maximum(visitors - 1, 0)).all()
 
 
 DOCUMENTS = jnp.stack([jnp.arange(256) // 100, jnp.arange(256) // 60])

@@ -43,19 +43,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward import common, tile_visits
 from flexjax.backends.mosaic_gpu.backward.common import BackwardCall, Captures, Products, QueryRings, Tokens
-from flexjax.backends.mosaic_gpu.backward.hopper_fused_setup import (
-    FusedSetup,
-    gather_dq,
-    spread_shape,
-    sum_shares,
-    unwritten_dq,
-)
+from flexjax.backends.mosaic_gpu.backward.hopper_fused_setup import FusedSetup, gather_dq, spread_shape, sum_shares
 from flexjax.backends.mosaic_gpu.backward.hopper_fused_stores import (
-    fence_copies,
     signal_addition,
     wait_for_additions,
     write_operand,
-    write_scaled,
     zero_rows,
 )
 from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedScratch, fused_scratch
@@ -78,14 +70,13 @@ COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
 
 
 class FusedInputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands of the kernel; it also writes the last three."""
+    """Operands of the kernel; it also writes the last two."""
 
     tokens: Tokens[Part]
     visits: QueryVisits[Part]
     captures: Captures[Part]
     d_query: Part  # [dQ tiles * GROUPS * ROWS, columns] float32, see `FusedSetup.dq_tiles`
     counts: Part  # [dQ tiles + 1 + CTAs]: additions to each dQ tile, CTAs started, start number of each
-    d_query_out: Part | None  # dQ in shape and dtype of the padded queries, where `FusedKernel.last_writes`
 
 
 class FusedOutputs(typing.NamedTuple, typing.Generic[Part]):
@@ -111,10 +102,9 @@ def backward_fused(
         per_block = plan.blocks.block_q // tiles.queries
         q_tiles = round_up(q_tiles, per_block)
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
-    last_writes = chosen.last_writes and order is not None and order.sums == 1
-    visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order, last_writes)
+    visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, call.derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    setup = FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles, chosen.shares, last_writes)
+    setup = FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles, chosen.shares)
 
     def kernel(inputs: FusedInputs[Ref], outputs: FusedOutputs[Ref], scratch: FusedScratch[Ref]) -> None:
         clip_rows(aligned=True)
@@ -132,25 +122,22 @@ def backward_fused(
     dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
     ctas = kv_tiles * plan.batch * plan.kv_heads
     counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + ctas,), jnp.int32))
-    written = jax.new_ref(unwritten_dq(setup, visits, tokens.query)) if last_writes else None
     d_key, d_value = launch(
         kernel,
-        FusedInputs[typing.Any](tokens, visits, call.captures, dq_sum, counts, written),
+        FusedInputs[typing.Any](tokens, visits, call.captures, dq_sum, counts),
         FusedOutputs(
             *(kernel_parts.output(spread_shape(plan, x.shape), x.dtype, tokens.key) for x in (tokens.key, tokens.value))
         ),
-        fused_scratch(plan, tiles, last_writes),
+        fused_scratch(plan, tiles),
         name="flexjax_backward_fused",
         programs=ctas,
         warpgroups=GROUPS + 2,
         simulated=plan.options.interpret,
     )
-    d_key, d_value = (sum_shares(plan, x, chosen.shares) for x in (d_key, d_value))
-    if written is not None:
-        return jax.freeze(written), d_key, d_value
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
+    d_key, d_value = (sum_shares(plan, x, chosen.shares) for x in (d_key, d_value))
     return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
@@ -277,69 +264,25 @@ class _Cta:
         In a fixed order the warp first waits until as many CTAs as its ticket says have added to the query tile.
         """
         setup, scratch = self.setup, self.scratch
-        number, target = self.dq_place(own, h, q_tile)
+        sums, number, target = setup.sums, *self.dq_place(own, h, q_tile)
         plgpu.barrier_wait(scratch.dq_full.at[slot])
         if setup.order is None:
             plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target, reduction_op="add")
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch.dq_free.at[slot])
             return
-        ticket, last = self.ticket(own, h, q_tile)
+        # without a block mask every key tile visits all queries, so the rank gives the ticket
+        ticket = lax.div(own.rank, jnp.int32(sums))
+        tickets = self.inputs.visits.tickets
+        if tickets is not None:
+            ticket = tickets[own.mask_b, h if setup.visits.lists_by_head else jnp.int32(0), own.tile, q_tile]
         wait_for_additions(self.inputs.counts, number, ticket)
-        tile = scratch.dq.at[slot]
         # memory holds nothing before the first addition, which is a store
-        alone = ticket == 0
-        first = alone if last is None else alone & jnp.logical_not(last)
-        when(first)(lambda: plgpu.copy_smem_to_gmem(tile, target))
-        when(ticket != 0)(lambda: plgpu.copy_smem_to_gmem(tile, target, reduction_op="add"))
+        when(ticket == 0)(lambda: plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target))
+        when(ticket != 0)(lambda: plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target, reduction_op="add"))
         plgpu.wait_smem_to_gmem(0)
-        if last is None:
-            signal_addition(self.inputs.counts, number)
-        else:
-            when(jnp.logical_not(last))(lambda: signal_addition(self.inputs.counts, number))
-            when(last)(lambda: self.write_sum(own, h, q_tile, slot, ticket, target))
+        signal_addition(self.inputs.counts, number)
         plgpu.barrier_arrive(scratch.dq_free.at[slot])
-
-    def ticket(self, own: OwnKeys, h: Scalar, q_tile: Scalar) -> tuple[Scalar, Scalar | None]:
-        """(the ticket of this CTA at a query tile, whether it is the last that adds to it, where `last_writes`)."""
-        setup, tickets = self.setup, self.inputs.visits.tickets
-        if tickets is None:  # without a block mask every key tile visits all queries, so the rank gives the ticket
-            last = own.rank == setup.kv_tiles - 1 if setup.last_writes else None
-            return lax.div(own.rank, jnp.int32(setup.sums)), last
-        found = tickets[own.mask_b, h if setup.visits.lists_by_head else jnp.int32(0), own.tile, q_tile]
-        if not setup.last_writes:
-            return found, None
-        return lax.shift_right_logical(found, jnp.int32(1)), (found & 1) == 1
-
-    def write_sum(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar, ticket: Scalar, target: Ref) -> None:
-        """Writes a finished dQ tile, times the scale in 16 bits: that of `target`, or of `slot` if nobody else added.
-
-        TMA has made the sum in `target`, and brings it back to the slot: with 24 registers a thread has too few loads
-        in flight to read it from memory.
-        """
-        setup, scratch, tile = self.setup, self.scratch, self.scratch.dq.at[slot]
-        assert self.inputs.d_query_out is not None
-        assert scratch.dq_sum is not None
-        arrived = scratch.dq_sum.at[slot]
-
-        def bring_sum() -> None:
-            # Who waits for what: `wait_for_additions` acquired the count, which each CTA before released after its
-            # addition had ended (`wait_smem_to_gmem`), and this warp has waited for the end of its own. So nobody adds
-            # to the tile any more, and TMA has read the slot and may write over it. The copy back is asynchronous; what
-            # was acquired comes before it by the fence between the two kinds of accesses.
-            fence_copies()
-            plgpu.copy_gmem_to_smem(target, tile, arrived)
-            # completes when all bytes are there, and shows them to every lane
-            plgpu.barrier_wait(arrived)
-
-        when(ticket != 0)(bring_sum)
-        # Without `bring_sum` the slot has what the computing warpgroups wrote before they arrived at `dq_full`. Each
-        # lane arrives at `dq_free` after its last read, so that nobody writes to the slot before.
-        queries = setup.tiles.queries
-        q0 = q_tile * queries
-        b, h = common.not_hoisted(own.b), common.not_hoisted(h)
-        rows = rows_of(self.inputs.d_query_out, setup.plan.layout, b, h, q0, 1)
-        write_scaled(tile, rows, setup.plan.q_len - q0, setup.plan.scale, queries)
 
     def dq_place(self, own: OwnKeys, h: Scalar, q_tile: Scalar) -> tuple[Scalar, Ref]:
         """(number of the sum that a dQ tile is added to, its rows in memory)."""

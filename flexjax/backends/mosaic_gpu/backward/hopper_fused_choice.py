@@ -25,8 +25,6 @@ MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 score_mods that load arrays over queries or keys, which two kernels evaluate twice.
 """
 LONG_CAUSAL = 2048  # keys from which any order is faster than a fixed one under a causal-like mask
-LAST_WRITES = False
-"""Whether in a fixed order the last CTA that adds to a dQ tile writes it in 16 bits; else XLA does. Not timed."""
 ENOUGH_CTAS = 4  # CTAs wanted for each SM. With fewer, several CTAs share the query heads of a key tile
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import GROUPS, ROWS, FusedTiles
-from flexjax.backends.mosaic_gpu.backward.hopper_fused_visits import FusedVisits, QueryVisits, reach_all
+from flexjax.backends.mosaic_gpu.backward.hopper_fused_visits import FusedVisits
 from flexjax.backends.mosaic_gpu.backward.tile_math import TileMath
 from flexjax.backends.mosaic_gpu.machine import dq_order
 from flexjax.backends.mosaic_gpu.machine.dq_order import DqOrder
@@ -26,7 +26,6 @@ class FusedSetup:
     kv_tiles: int  # of a key head
     q_tiles: int  # of a query head
     shares: int = 1  # CTAs among which the query heads of a key tile are divided
-    last_writes: bool = False  # the last CTA that adds to a dQ tile writes it
 
     @property
     def visits(self) -> FusedVisits:
@@ -71,18 +70,6 @@ class FusedSetup:
 
 
 # ------------------------------------------------------------------- its results
-
-
-def unwritten_dq(setup: FusedSetup, visits: QueryVisits[jax.Array], query: jax.Array) -> jax.Array:
-    """dQ in shape and dtype of the padded queries `query`, to be written by the kernel where `FusedSetup.last_writes`.
-
-    Zeros, unless it is known that a CTA visits every tile.
-    """
-    plan, shape = setup.plan, list(query.shape)
-    if plan.options.interpret:  # the simulator writes whole tiles
-        shape[1 if plan.layout == "BTNH" else 2] = setup.q_tiles * setup.tiles.queries
-    written = reach_all(visits) and not plan.options.interpret
-    return (lax.empty if written else jnp.zeros)(tuple(shape), query.dtype)
 
 
 def gather_dq(plan: KernelPlan, sums: int, queries: int, tiles: jax.Array, query: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+from jaxlib.mlir.dialects import arith, nvvm
 
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, ptx, scalar_of
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.machine.mma_products import swizzled
-from flexjax.backends.mosaic_gpu.machine.registers import TILE, element, lowered, positions_of
+from flexjax.backends.mosaic_gpu.machine.registers import TILE, lowered, positions_of
 from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.backends.mosaic_gpu.machine.warpgroup import WARPGROUP
 
@@ -100,69 +100,6 @@ def _by_position(array: mgpu.FragmentedArray, shape: tuple[int, ...]) -> dict[tu
 
 
 # ------------------------------------------------------------------- additions to dQ (machine/dq_order.py)
-
-
-def fence_copies() -> None:
-    """Orders copies by TMA that the thread starts afterwards behind what it has seen of global and shared memory."""
-
-    @inline_mgpu()
-    def fence() -> None:
-        nvvm.fence_proxy(nvvm.ProxyKind.async_)
-
-    fence()
-
-
-def write_scaled(tile: Ref, row: Ref, kept: Scalar, scale: float, queries: int) -> None:
-    """In one warp: writes a finished dQ tile times `scale` to global memory, in the 16-bit dtype of `row`.
-
-    tile      [128, columns] float32, swizzled over 128 bytes: parts of `queries` rows, which lie side by side in memory
-    row       [1, D], the first row of the tile in memory; the others follow at the stride of its rows
-    kept      rows of the tile that are to be written
-    """
-
-    @inline_mgpu(plgpu.RefType(swizzled(PIECE // 2, 4)), plgpu.RefType(), SCALAR_LAYOUT)
-    def write(tile: ir.Value, row: ir.Value, kept: mgpu.FragmentedArray) -> None:
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        i8, four = ir.IntegerType.get_signless(8), ir.VectorType.get((4,), ir.F32Type.get())
-        c = lambda n: mgpu.c(n, i32)
-        memory = ir.MemRefType(row.type)
-        kind = "bf16x2" if isinstance(memory.element_type, ir.BF16Type) else "f16x2"
-        row_bytes = 2 * memory.get_strides_and_offset()[0][0]
-        groups, pieces = ir.MemRefType(tile.type).shape[:2]  # of 8 rows; of 32 columns
-        # eight lanes read parts of 16 bytes from all banks: four lanes of an even row and four of the odd row after it
-        lane = ptx("mov.u32 $0, %laneid;", result=i32)  # not moved out of the loop over visits
-        inner, part = arith.divui(lane, c(4)), arith.remui(lane, c(4))
-        at = arith.addi(arith.muli(inner, c(128)), arith.muli(arith.xori(arith.muli(part, c(2)), inner), c(16)))
-        base = mgpu_utils.memref_ptr(tile)
-        own = arith.addi(arith.muli(inner, c(row_bytes)), arith.muli(part, c(16)))
-        first = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu_utils.memref_ptr(row))
-        first = mgpu_utils.getelementptr(first, [own], i8)
-        left = arith.subi(scalar_of(kept), inner)
-        factor = mgpu.c(scale, ir.F32Type.get())
-        steps = queries // 8
-        loop = scf.ForOp(c(0), c(steps), c(1), [at, first, left])
-        with ir.InsertionPoint(loop.body):
-            at, target, left = loop.inner_iter_args
-            inside = arith.cmpi(arith.CmpIPredicate.sgt, left, c(0))
-            for n in range(groups // steps * pieces):  # pieces of 32 columns, from left to right in memory
-                place = arith.addi(at, c((n // pieces * steps * pieces + n % pieces) * 1024))
-                words = []
-                for found in (place, arith.xori(place, c(16))):
-                    values = llvm.load(four, mgpu_utils.getelementptr(base, [found], i8), alignment=16)
-                    scaled = [arith.mulf(element(values, k), factor) for k in range(4)]
-                    for k in (0, 2):
-                        words.append(ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", scaled[k + 1], scaled[k], result=i32))
-                _store_where(inside, mgpu_utils.getelementptr(target, [c(n * 64)], i8), words)
-            following = mgpu_utils.getelementptr(target, [mgpu.c(8 * row_bytes, i64)], i8)
-            scf.yield_([arith.addi(at, c(1024 * pieces)), following, arith.subi(left, c(8))])
-
-    write(tile, row, kept)
-
-
-def _store_where(inside: ir.Value, target: ir.Value, words: list[ir.Value]) -> None:
-    mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};", target, *words, predicate=inside, has_side_effects=True
-    )
 
 
 def wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:

@@ -64,11 +64,10 @@ class FusedScratch(typing.NamedTuple, typing.Generic[Part]):
     dq_full: Part
     dq_free: Part
     started: Part  # the CTA's start number (machine/dq_order.py) is in memory
-    dq_sum: Part | None = None  # the sum of a dQ tile that this CTA writes is in its slot
 
 
-def fused_scratch(plan: KernelPlan, tiles: FusedTiles, last_writes: bool = False) -> FusedScratch[Description]:
-    """The shared memory of a CTA of the fused kernel with the sizes of `tiles`; `last_writes` as in `FusedKernel`."""
+def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> FusedScratch[Description]:
+    """The shared memory of a CTA of the fused kernel with the sizes of `tiles`."""
     dim, value_dim = padded_dims(plan)
     columns = tiles.dq_columns(dim)
     # A warpgroup's columns of K must be whole swizzled tiles, and the operands of one WGMMA want one swizzle.
@@ -91,7 +90,6 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles, last_writes: bool = False
         dq_full=Barriers(tiles.dq_slots, GROUPS),
         dq_free=Barriers(tiles.dq_slots),
         started=Barriers(),
-        dq_sum=Barriers(tiles.dq_slots) if last_writes else None,
     )
 
 

@@ -24,7 +24,7 @@ from flexjax.backends.mosaic_gpu.machine import dq_order
 from flexjax.backends.mosaic_gpu.machine.dq_order import DqOrder
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.machine.shared_memory import Part
-from flexjax.block_mask.host_or_program import known, largest_first, module_of, not_folded
+from flexjax.block_mask.host_or_program import largest_first, module_of, not_folded
 from flexjax.block_mask.transpose import flags_of_lists
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -37,8 +37,7 @@ class QueryVisits(typing.NamedTuple, typing.Generic[Part]):
 
     num: Part | None = None  # how many query tiles a key tile visits; None: all
     codes: Part | None = None  # [..., width] ascending; those past `num` mean nothing; None: all query tiles
-    # [..., query tiles] machine/dq_order.py, `with_last` where asked for; None: additions are in any order, or every
-    # key tile visits all queries
+    # [..., query tiles] machine/dq_order.py; None: additions are in any order, or every key tile visits all queries
     tickets: Part | None = None
     # [...] the key tiles, those with most visits first; None: CTAs of a head take its key tiles in ascending order
     launch_order: Part | None = None
@@ -51,12 +50,11 @@ def query_visits(
     q_tiles: int,
     queries: int,
     order: DqOrder | None,
-    with_last: bool = False,
 ) -> QueryVisits[jax.Array]:
     """The visits of each key tile, computed before the kernel, on the host if the lists are known, else by XLA.
 
     Partial and full blocks are merged in the order of their queries. `queries`, those of a query tile, divide the
-    mask's blocks; `order` is that of the additions to dQ, None for any order; `with_last`: the tickets tell the last.
+    mask's blocks; `order` is that of the additions to dQ, None for any order.
     """
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:
@@ -85,14 +83,7 @@ def query_visits(
     if order is None:
         return QueryVisits(num, codes, None, largest_first(num))
     visited = flags_of_lists(num, codes // 2, q_tiles).astype(np.int32)
-    tickets = dq_order.tickets(visited, order)
-    return QueryVisits(num, codes, dq_order.with_last(tickets, visited) if with_last else tickets, None)
-
-
-def reach_all(visits: QueryVisits[jax.Array]) -> bool:
-    """Whether it is known that some key tile visits each query tile; the tickets tell the last."""
-    tickets = visits.tickets
-    return tickets is None or (known(tickets) and bool((np.asarray(tickets) & 1).any(-2).all()))
+    return QueryVisits(num, codes, dq_order.tickets(visited, order), None)
 
 
 class OwnKeys(typing.NamedTuple):

@@ -22,7 +22,6 @@ class FusedKernel(typing.NamedTuple):
     tiles: FusedTiles
     ordered: bool  # whether CTAs add their dQ tiles in the fixed order of machine/dq_order.py
     shares: int = 1  # CTAs among which the query heads of a key tile are divided; their dK and dV are added
-    last_writes: bool = False  # where `ordered`, the last CTA that adds to a dQ tile writes it in the dtype of Q
 
     def spread(self, plan: KernelPlan) -> KernelPlan:
         """The plan as the kernel's CTAs see it: `hopper_fused_choice.spread` with its `shares`."""

@@ -6,8 +6,6 @@ from jax import ref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward import common, hopper_fused
-from flexjax.backends.mosaic_gpu.machine import kernel_parts
-from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
 
 
@@ -48,16 +46,6 @@ class _Cta(hopper_fused._Cta):
         _, target = self.dq_place(own, h, q_tile)
         plgpu.barrier_wait(self.scratch.dq_full.at[slot])
         target[...] = target[...] + self.scratch.dq[slot]
-        written, (_, last), queries = self.inputs.d_query_out, self.ticket(own, h, q_tile), self.setup.tiles.queries
-        if written is not None and last is not None:
-            rows = kernel_parts.rows_of(written, self.setup.plan.layout, own.b, h, q_tile * queries, queries)
-
-            @when(last)
-            def write() -> None:
-                tile = target[...] * self.setup.plan.scale
-                parts = [tile[n : n + queries] for n in range(0, tile.shape[0], queries)]
-                rows[...] = jnp.concatenate(parts, axis=1).astype(written.dtype)
-
         plgpu.barrier_arrive(self.scratch.dq_free.at[slot])
 
 

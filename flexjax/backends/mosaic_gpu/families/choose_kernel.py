@@ -166,8 +166,7 @@ def backward_kernels(
     spread = hopper_fused_choice.spread(plan, shares)
     fused = fused_tiles(spread) if all_gradients and hopper_fused_choice.fused_is_faster(spread) else None
     if fused is not None:
-        ordered = hopper_fused_choice.adds_in_order(spread, fused)
-        return FusedKernel(fused, ordered, shares, ordered and hopper_fused_choice.LAST_WRITES)
+        return FusedKernel(fused, hopper_fused_choice.adds_in_order(spread, fused), shares)
     dkv = split_dkv_tiles(plan) if splits_dkv(plan) else dkv_tiles(plan, bias)
     return TwoKernels(dq_tiles(plan, bias), dkv)
 

@@ -160,9 +160,3 @@ def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
     in_sums = xp.pad(by_rank, widths).reshape(*lead, rounds, order.sums, q_tiles)
     before = (xp.cumsum(in_sums, -3, dtype=np.int32) - in_sums).reshape(*lead, -1, q_tiles)[..., :kv_tiles, :]
     return before if order.downward else xp.flip(before, -2)
-
-
-def with_last(tickets: jax.Array, visited: jax.Array) -> jax.Array:
-    """Twice the tickets of an order with one sum, plus 1 where nobody adds to the query tile afterwards."""
-    last = visited * (tickets + 1 == visited.sum(-2, keepdims=True))
-    return 2 * tickets + last.astype(np.int32)
