@@ -52,17 +52,19 @@ def measure(problem: Any, fields: dict[str, Any], operands: tuple[Any, ...]) -> 
     import jax
 
     from bench import gpu_peers
-    from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_tiles
+    from flexjax.backends.mosaic_gpu.families import choose_kernel
+    from flexjax.passes import lowered
 
-    chosen = forward_hopper_tiles.forward_tile
-    forward_hopper_tiles.forward_tile = lambda plan: dataclasses.replace(chosen(plan), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = choose_kernel.forward_kernel
+    choose_kernel.forward_kernel = lambda plan: dataclasses.replace(chosen(plan), **fields)
     try:
         jax.clear_caches()
+        lowered.forget()
         forward = jax.jit(gpu_peers.flexjax(problem))
         out = jax.block_until_ready(forward(*operands))
         return 1e3 * gpu_peers.device_time(forward, *operands)[0], out
     finally:
-        forward_hopper_tiles.forward_tile = chosen
+        choose_kernel.forward_kernel = chosen
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ and the dV product is issued after dS is there.
 
 The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities.
 Therefore dQ may be *late*: its product is issued one visit later, beside the next scores (`dq_is_late`). With score_mod
-or dropout, registers do not suffice. Beside the late product, tiles with and without a mask have loops of their own,
-because a branch between in-flight WGMMAs forces a wait.
+or dropout, registers do not suffice. Beside the late product, and where a tile takes long (`by_runs`), tiles with and
+without a mask have loops of their own, because a branch between in-flight WGMMAs forces a wait.
 
 Additions to dQ are in any order, each when its tile is ready, or in a fixed order (machine/dq_order.py): a start number
 from an atomic counter says which key tile a CTA owns, and a CTA waits at a query tile until as many CTAs have added to
@@ -340,7 +340,7 @@ class _ComputingWarpgroup:
             if setup.dq_is_late:
                 plgpu.barrier_arrive(scratch.ds_ready)  # for the first visit, which finds no visit before it
             begin = lambda h: math.at_rows(own.b, h, kv0, self.cta.inputs.captures)
-            total = setup.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=setup.dq_is_late)
+            total = setup.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=setup.by_runs)
             # no later visit hands over the last visit's dQ
             if setup.dq_is_late:
                 self.finish_late_dq(total)

@@ -241,7 +241,8 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     ctas = ctas_of(plan)
     head_dim, value_dim = _columns(plan, ctas)
     size = SPLIT if ctas > 1 else _ring_size(head_dim, value_dim)
-    divides = fills_registers(plan.score) or fills_registers(plan.mask)  # the quotients take the registers of 64 keys
+    # quotients, or what functions of the score are at each entry, take the registers of 64 keys
+    crowded = fills_registers(plan.score) or fills_registers(plan.mask) or plan.expectations > 1
     staged_dtype, parts = _staged_dtype(plan), parts_of(plan)
     order = (3, 2, 1) if three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
@@ -256,7 +257,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
             (64,)
             if ctas > 1
             else (64, 128)
-            if (size == 256 and not plan.float8) or divides or (parts > 1 and size == 128)
+            if (size == 256 and not plan.float8) or crowded or (parts > 1 and size == 128)
             else (128, 64)
         ):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
@@ -290,7 +291,7 @@ def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
     """RINGS of a size, with LONG_RING first where rows are long (lab/logs/hopper.md)."""
     if plan.float8:
         return tuple(dict.fromkeys((*FLOAT8_RINGS, *RINGS[size])))
-    if size != 128 or plan.score is not None or parts_of(plan) > 1:
+    if size != 128 or (plan.score is not None and not plan.weighted) or parts_of(plan) > 1:
         return RINGS[size]
     # Under a causal-like mask half of the keys count.
     causal = dq_order.is_triangle(plan) and plan.q_len >= plan.kv_len
@@ -319,7 +320,9 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
             "prefetch_key_barrier": True,
             "reverse_kv": plan.score is not None,
         }
-    static = static_reference(plan) is not None
+    # A static reference means a soft cap, whose tanh doubles the exponentials of a step.
+    bounded = static_reference(plan) is not None
+    static = bounded and not plan.weighted
     scored = plan.score is not None and not static
     if size == 64:
         overlap = groups == 3 and plan.dropout is None and (plan.mask is None or under_mask(plan))
@@ -331,12 +334,11 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
             "prefetch_key_barrier": overlap,
             "reverse_kv": groups == 2 and scored,
         }
-    # A static reference means a soft cap, whose tanh doubles the exponentials of a step.
     if size == SPLIT:  # the CTAs of a cluster have to take the same items, so the hardware deals them out
         scheduler = {"persistent": False, "dynamic_scheduler": False}
     return {
         **scheduler,
-        "ping_pong": groups == 2 and size < 256 and plan.blocks is not None and not static,
+        "ping_pong": groups == 2 and size < 256 and (plan.blocks is not None or plan.weighted > bounded) and not static,
         "prefetch_key_barrier": not static,
         "reverse_kv": scored,
     }
