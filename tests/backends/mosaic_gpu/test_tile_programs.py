@@ -72,6 +72,14 @@ MODS: dict[str, typing.Callable] = {
     ),
     "rounding": lambda s, b, h, q, k: jnp.floor(s) + jnp.ceil(s * 3) + jnp.round(s * 7) + jnp.sign(s) + jnp.fmod(s * 5, 1.3),
     "activations": lambda s, b, h, q, k: jax.nn.gelu(s) + jax.nn.softplus(s) + jax.nn.silu(s) + jax.nn.relu(s),
+    "factors and addends of an exponential": lambda s, b, h, q, k: (
+        jax.nn.sigmoid(1.5 * s - SLOPES[h] - 3) + jnp.exp(-(2 - s / 3) - ROW[q]) + jnp.exp2(2 - 0.5 * s) + jax.nn.silu(GAIN - 2 * s)
+        + jnp.exp(SLOPES[h] * (0.1 * s)) + jax.nn.sigmoid(0.3 * (s + 1) * SLOPES[h] + COLUMN[k])
+    ),
+    "decay": lambda s, b, h, q, k: s * jnp.exp(-0.01 * jnp.maximum(q - k, 0).astype(jnp.float32)) + jnp.minimum(5, 2 * q - k).astype(jnp.float32),
+    "powers of multiples": lambda s, b, h, q, k: (
+        jnp.square(jax.nn.relu(0.1 * s)) + (0.2 * s) ** 3 + jax.nn.relu(-s) ** 4 + jnp.maximum(0.1 * s, 0.1) + (1e-6 * s) ** 2
+    ),
     "angles": lambda s, b, h, q, k: s + jnp.cos(q * 0.1) * jnp.sin(k * 0.3) + jnp.arctan2(s, jnp.float32(2.0)),
     "integers": lambda s, b, h, q, k: (
         s + (q // 7) * (k % 5) + ((q - k) // 4) - ((q - k) % 3) + (k ^ q) + (q << 2) + (q - k) // jnp.maximum(k - 100, 1)

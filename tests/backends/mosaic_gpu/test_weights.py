@@ -64,6 +64,15 @@ def test_few_queries_beside_many_keys(name: str) -> None:
     compared(words, arrays, options, 6e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_constant_factor_leaves_no_weight_that_the_dtype_cannot_hold(dtype: str) -> None:
+    """max(s, 0) ** 2 / n is below 65504 where the square of the product of query and key is not."""
+    q, k, v = (normal(dtype, 1, 96, 2, 32) for _ in range(3))
+    compared(
+        dict(weights=flexjax.weights.relu_squared(96)), [q * 32, k, v], flexjax.KernelOptions(interpret=True), 6e-3
+    )
+
+
 @pytest.mark.slow
 def test_float32() -> None:
     arrays = [normal("float32", 1, 96, 2, 32) for _ in range(3)]

@@ -154,10 +154,6 @@ class Softmax:
 
     # ----------------------------------------------------------------- what becomes of the sums
 
-    def hide(self, tile: jax.Array, visible: jax.Array) -> jax.Array:
-        """A tile of scores with those that are not visible hidden."""
-        return thread_tiles.hide(tile, visible)
-
     def out_factor(self, total: jax.Array, dead: jax.Array) -> jax.Array | None:
         """[rows], what the sum of P V is multiplied by, None for 1; `dead` are the rows whose total is 0."""
         return jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
@@ -390,9 +386,6 @@ class PlainSums(Softmax):
 
     def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return state.base, thread_tiles.sum_lanes(state.total)
-
-    def hide(self, tile: jax.Array, visible: jax.Array) -> jax.Array:
-        return jnp.where(visible, tile, f32(self.hidden))
 
     def out_factor(self, total: jax.Array, dead: jax.Array) -> None:
         return None

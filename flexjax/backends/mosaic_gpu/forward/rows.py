@@ -123,6 +123,12 @@ class QueryRows(typing.Generic[AnyTile]):
     def row_term(self) -> jax.Array | None:
         return self.programs.row_term(self.setup.softmax)
 
+    @property
+    def weights_factor(self) -> float:
+        """The factor of all weights of a weighted plan that the steps leave out; 1 for others."""
+        program = self.programs.score if self.setup.keeps_factor else None
+        return 1.0 if program is None else program.weights_factor(self.setup.plan.scale)
+
     # ----------------------------------------------------------------- between the products of a step
 
     def softmax(
@@ -145,7 +151,8 @@ class QueryRows(typing.Generic[AnyTile]):
     def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
         """The scores of Q K^T `s`, hidden where masked or past the last key."""
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
-        scores = scores_of(step_tile.programs.score, s, plan.scale, setup.softmax.takes_whole_scores)
+        program, whole = step_tile.programs.score, setup.softmax.takes_whole_scores
+        scores = scores_of(program, s, plan.scale, whole, setup.keeps_factor)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
             return scores
         s = scores.tile
@@ -153,7 +160,7 @@ class QueryRows(typing.Generic[AnyTile]):
             (on,) = step_tile.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
                 on = on | registers.splat(n < self.item.full, "tile", s.shape)
-            s = setup.softmax.hide(s, on)
+            s = thread_tiles.hide(s, on, setup.softmax.hidden)
         if setup.keys_may_overhang:
             assert step_tile.start is not None
             inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
@@ -230,6 +237,8 @@ class QueryRows(typing.Generic[AnyTile]):
         dead = total == f32(0)
         divisor = softmax.out_factor(total, dead)
         divisor = softmax.no_rescale.factor if divisor is None else divisor
+        if self.weights_factor != 1.0:
+            total, divisor = total * f32(self.weights_factor), divisor * f32(self.weights_factor)
         for factor in (shrink, softmax.unit(state)):  # `out` and `sums` are not relative to `base`
             divisor = divisor if factor is None else divisor * factor
         sums = tuple(thread_tiles.sum_lanes(x) * divisor for x in state.sums)

@@ -70,6 +70,11 @@ class ForwardSetup(typing.Generic[AnyTile]):
         )
 
     @property
+    def keeps_factor(self) -> bool:
+        """Whether a factor of all weights multiplies the results, and not each weight."""
+        return self.plan.weighted and self.plan.dtype != "float16"  # whose exponent is too short for weights without it
+
+    @property
     def may_overhang(self) -> bool:
         """Whether a tile may reach past the last query or key (`KernelPlan.covered`); loads then clamp indices."""
         queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)

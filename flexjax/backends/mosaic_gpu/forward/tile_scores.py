@@ -10,10 +10,16 @@ from flexjax.backends.mosaic_gpu.programs.tile_values import Scaled
 f32 = np.float32
 
 
-def scores_of(program: TileProgram | None, s: jax.Array, scale: float, whole: bool) -> Scaled:
-    """The scores, before any mask, of Q K^T `s` without scale; with `whole` the tile of Scaled is the whole score."""
+def scores_of(
+    program: TileProgram | None, s: jax.Array, scale: float, whole: bool, keep_factor: bool = False
+) -> Scaled:
+    """The scores, before any mask, of Q K^T `s` without scale; with `whole` the tile of Scaled is the whole score, or
+    with `keep_factor` that without its factor.
+    """
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
+    if keep_factor:
+        return program.weights_tile(s, scale)
     if whole:
         score, *others = program.tile(s, scale)
         return Scaled(score, 1.0, other_results=tuple(others))

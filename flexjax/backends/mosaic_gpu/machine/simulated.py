@@ -294,5 +294,5 @@ def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array) -> jax.Arr
     return tile * factor[:, None]
 
 
-def hide(tile: jax.Array, visible: jax.Array) -> jax.Array:
-    return jnp.where(visible, tile, np.float32(-np.inf))
+def hide(tile: jax.Array, visible: jax.Array, hidden: float = -np.inf) -> jax.Array:
+    return jnp.where(visible, tile, np.float32(hidden))

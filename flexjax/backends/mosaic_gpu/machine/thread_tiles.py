@@ -12,6 +12,7 @@ PERIOD], holds such values once. Reductions over a row begin within a thread and
 """
 
 import functools
+import math
 import typing
 from collections.abc import Callable, Iterator
 
@@ -448,8 +449,9 @@ def _any_lane(condition: ir.Value) -> ir.Value:
 
 
 @device_op
-def hide(tile: jax.Array, visible: jax.Array) -> jax.Array:
-    """The tile with -inf where it is not visible."""
+def hide(tile: jax.Array, visible: jax.Array, hidden: float = -math.inf) -> jax.Array:
+    """The tile with `hidden` where it is not visible."""
+    bits = np.float32(hidden).view(np.uint32)
 
     @inline_mgpu(TILE, TILE, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
     def select(values: mgpu.FragmentedArray, kept: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -461,11 +463,8 @@ def hide(tile: jax.Array, visible: jax.Array) -> jax.Array:
                 # A select that LLVM sees becomes one for each conjunct of `visible`, and each takes an instruction
                 # beside its comparison. Left as it is, a comparison and the conjunction with those before it are one
                 # instruction.
-                yield (
-                    register,
-                    item,
-                    typing.cast(ir.Value, llvm.inline_asm(f32, given, "selp.f32 $0, $1, 0fFF800000, $2;", "=f,f,b")),
-                )
+                chosen = llvm.inline_asm(f32, given, f"selp.f32 $0, $1, 0f{bits:08X}, $2;", "=f,f,b")
+                yield register, item, typing.cast(ir.Value, chosen)
 
         return assemble(layout, tile.shape, items(), None)
 

@@ -34,7 +34,7 @@ from flexjax.backends.mosaic_gpu.machine import memory, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.machine.simulator import ordered
 from flexjax.backends.mosaic_gpu.programs.integer_division import power_of_two
-from flexjax.backends.mosaic_gpu.programs.tile_ops import apply, inner_dtype
+from flexjax.backends.mosaic_gpu.programs.tile_ops import apply, inner_dtype, logistic_of
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
 from flexjax.backends.mosaic_gpu.programs.tile_values import (
     COLUMN,
@@ -42,18 +42,22 @@ from flexjax.backends.mosaic_gpu.programs.tile_values import (
     ROW,
     SCALAR,
     TILE,
+    Line,
     Scaled,
     TileValue,
     Value,
     deferred_sum,
     difference_fits,
+    moderate,
     safe_to_defer,
 )
+from flexjax.backends.tile_math import LOG2E
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import unit_of
 from flexjax.ir.operations import REDUCTIONS
 from flexjax.ir.rewrite import with_results
 
+MOST_POWER = 8  # of a tile whose factor is deferred
 MAX_EXACT = 1 << 24  # integers up to this size are exact in float32
 
 
@@ -88,6 +92,7 @@ class TileProgram:
         self.aligned = aligned and origin is None and used_rows is None
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
+        self.producers = {step.out.id: step for step in program.steps if isinstance(step, ir.Op)}
         self.bound: ir.Axes = frozenset()
         # id -> the kind of a value that is the same in all rows or in all columns of a tile, though its axes vary there
         self.narrowed: dict[int, str] = self._narrowed() if self.aligned else {}
@@ -190,11 +195,31 @@ class TileProgram:
             )
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
+    def weights_tile(self, score: jax.Array, factor: float) -> Scaled:
+        """The wanted results, the first in the parts `tile` and `factor` alone; the program reads factor * score.
+
+        The factor is moderate and depends on nothing but the program and `factor`.
+        """
+        first, *others = self._results(score, factor)
+        parts = (first.narrow_factor, first.row_term, first.affine_slope)
+        if first.kind != TILE or first.factor < 0 or not moderate(first.factor) or any(x is not None for x in parts):
+            first = TileValue(TILE, self._as_tile(first))
+        return Scaled(first.value, first.factor, other_results=tuple(map(self._as_tile, others)))
+
     def row_term(self) -> jax.Array | None:
         """The deferred part of the score that is the same along a row of the attention matrix, [rows]."""
-        score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
-        # Without scores: the compiler removes everything else that is computed here.
-        return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
+        return self._at_nothing().scaled_tile(self._no_score(), 1.0).row_term
+
+    def weights_factor(self, factor: float) -> float:
+        """`Scaled.factor` of every `weights_tile` of scores that are multiplied by `factor`."""
+        return self._at_nothing().weights_tile(self._no_score(), factor).factor
+
+    def _at_nothing(self) -> "TileProgram":
+        """The program at column 0, for what needs no scores: the compiler removes everything else."""
+        return self.at_columns(np.int32(0))
+
+    def _no_score(self) -> jax.Array:
+        return self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
 
     def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The wanted results as whole tiles, [rows, columns], on the tile whose first column is `start`."""
@@ -304,7 +329,8 @@ class TileProgram:
             elif isinstance(step, ir.Load):
                 self.env[out.id] = self._load(step)
             elif isinstance(step, ir.Op):
-                self.env[out.id] = self._of_first(step) or self._affine(step) or self._operate(step)
+                special = self._of_first(step) or self._affine(step) or self._limited(step)
+                self.env[out.id] = special or self._operate(step)
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
 
@@ -426,7 +452,7 @@ class TileProgram:
         if compared is not None:
             return compared
         operands = [self._value_of(a) for a in step.inputs]
-        deferred = self._defer(step, operands)
+        deferred = self._exponential(step) or self._defer(step, operands)
         if deferred is not None and deferred.affine_slope is None and deferred.row_term is None:
             return deferred
         if deferred is not None:
@@ -447,6 +473,7 @@ class TileProgram:
         "Tile" here is a value of kind TILE that is not affine. The caller sets `exact` of the result.
 
             tile * literal, tile / literal, -tile   the tile, with another `factor`
+            tile ** whole, max(tile, 0)             that of the tile without its factor, which is moderate
             tile * positive narrow tile or scalar   the tile, with another `narrow_factor`
             tile * another value                    the product of the two, with their factors still deferred
             affine tile * scalar, -affine tile      the affine tile, with each of its parts multiplied
@@ -455,6 +482,8 @@ class TileProgram:
         name = step.prim
         if any(s.row_term is not None for s in operands):
             return None
+        if step.out.dtype == "float32" and name in ("square", "integer_pow", "max"):
+            return self._homogeneous(step, operands)
         if step.out.dtype != "float32" or name not in ("mul", "div", "neg", "add", "sub"):
             return None
         if name == "neg":
@@ -496,6 +525,80 @@ class TileProgram:
             factor = a.factor * factor if name == "mul" else a.factor / factor
             return dataclasses.replace(a, factor=factor) if safe_to_defer(factor) else None
         return deferred_sum(a, b, -1 if name == "sub" else 1)
+
+    def _homogeneous(self, step: ir.Op, operands: list[TileValue]) -> TileValue | None:
+        """A whole power of a tile, or the larger of it and 0, with the factor of the tile deferred; else None."""
+        tile = next((s for s in operands if s.kind == TILE), operands[0])
+        if tile.factor in (0.0, 1.0) or not (tile.affine_slope is None and tile.narrow_factor is None):
+            return None
+        power = 1
+        if step.prim == "max":
+            if tile.factor < 0 or not any(isinstance(a, ir.Lit) and a.value == 0 for a in step.inputs):
+                return None
+        else:
+            power = 2 if step.prim == "square" else typing.cast(int, dict(step.params)["y"])
+        factor = tile.factor**power if 0 < power <= MOST_POWER else 0.0
+        if not moderate(factor):
+            return None
+        bare = [dataclasses.replace(s, factor=1.0) if s is tile else s for s in operands]
+        value = apply(step, [self._as_tile(s) for s in bare], self.overhangs)
+        return TileValue(TILE, value, factor)
+
+    def _exponential(self, step: ir.Op) -> TileValue | None:
+        """exp, exp2 or logistic of tile * factor + addend, where one FMA scales and shifts the exponent; else None."""
+        if step.prim not in ("exp", "exp2", "logistic") or step.out.dtype != "float32":
+            return None
+        line = self._line(step.inputs[0])
+        if line is None or (line.factor == 1.0 and line.scalar is None and line.addend is None):
+            return None
+        unit = {"exp": LOG2E, "exp2": 1.0, "logistic": -LOG2E}[step.prim]
+        factor: Value = np.float32(line.factor * unit)
+        if line.scalar is not None:
+            factor = line.scalar * factor
+        exponent = line.tile * factor
+        if line.addend is not None:
+            addend = self._broadcast(TileValue(line.kind, line.addend * np.float32(unit)), TILE)
+            exponent = exponent + addend
+        power = jnp.exp2(exponent)
+        return TileValue(TILE, logistic_of(power) if step.prim == "logistic" else power)
+
+    def _line(self, atom: ir.Atom) -> "Line | None":
+        """A float32 atom as a line of a tile: sums and products with numbers of a row, or of all rows, are undone."""
+        if not isinstance(atom, ir.Val) or atom.dtype != "float32":
+            return None
+        value = self.env.get(atom.id)
+        if value is None or value.kind != TILE or value.affine_slope is not None or value.row_term is not None:
+            return None
+        if value.narrow_factor is not None:
+            return None
+        step = self.producers.get(atom.id)
+        if step is not None and step.prim in ("add", "sub", "mul", "div", "neg"):
+            kinds = [self._value_of(a).kind for a in step.inputs]
+            at = kinds.index(TILE) if kinds.count(TILE) == 1 else None
+            line = None if at is None else self._line(step.inputs[at])
+            if at is not None and line is not None:
+                other = step.inputs[1 - at] if len(step.inputs) > 1 else None
+                made = line.neg() if step.prim == "neg" else self._line_with(step.prim, at, line, other)
+                if made is not None:
+                    return made
+        return Line(value.value, value.factor)
+
+    def _line_with(self, prim: str, at: int, line: "Line", atom: ir.Atom | None) -> "Line | None":
+        """The sum, difference, product or quotient of operand number `at`, a line, and the other one; None: no line."""
+        assert atom is not None
+        other = self._value_of(atom)
+        if prim in ("add", "sub"):
+            if other.kind not in (SCALAR, ROW) or other.factor != 1.0:
+                return None
+            sign = -1 if prim == "sub" and at == 0 else 1
+            return (line.neg() if prim == "sub" and at == 1 else line).plus(other.kind, other.value * np.float32(sign))
+        if isinstance(atom, ir.Lit) and not (prim == "div" and at == 1):
+            number = float(atom.value.real)
+            number = number if prim == "mul" else 1 / number if number else 0.0
+            return line.times(number) if safe_to_defer(line.factor * number) else None
+        if prim == "mul" and other.kind == SCALAR and line.scalar is None and line.addend is None:
+            return dataclasses.replace(line, scalar=other.value)
+        return None
 
     def _is_positive_factor(self, atom: ir.Atom, factor: float, scalar: bool) -> bool:
         """Whether the atom is positive by its bounds, and multiplying by it may be deferred (`safe_to_defer`)."""
@@ -555,6 +658,20 @@ class TileProgram:
             narrow = (self.shape[0], thread_tiles.PERIOD)
             return TileValue(NARROW, thread_tiles.affine_tile(row, per_col, narrow, period))
         return TileValue(TILE, thread_tiles.affine_tile(row, per_col, self.shape, period))
+
+    def _limited(self, step: ir.Op) -> TileValue | None:
+        """The cast to float32 of the larger or smaller of an affine integer and a literal, from casts of both; else
+        None."""
+        limit = self.producers.get(step.inputs[0].id) if isinstance(step.inputs[0], ir.Val) else None
+        if step.prim != "convert_element_type" or limit is None or limit.prim not in ("max", "min"):
+            return None
+        for atom, literal in (limit.inputs, limit.inputs[::-1]):
+            if isinstance(literal, ir.Lit) and difference_fits(literal) and abs(literal.value) < MAX_EXACT:
+                value = self._affine(dataclasses.replace(step, inputs=(atom,)))
+                if value is not None and value.exact is not None:
+                    bound = self._as_tile(TileValue(SCALAR, np.float32(literal.value)))
+                    return TileValue(TILE, (jnp.maximum if limit.prim == "max" else jnp.minimum)(value.exact, bound))
+        return None
 
     def _affine_value(self, linear: ir.Linear, row: Value, col: Value) -> Value:
         """The affine integer at the entry of the tile with these positions (not numbers), an int32 scalar."""

@@ -13,6 +13,7 @@ import dataclasses
 import typing
 
 import jax
+import numpy as np
 
 from flexjax.ir import program as ir
 
@@ -28,6 +29,11 @@ MAX_DIFFERENCE = 1 << 29
 def safe_to_defer(factor: float) -> bool:
     """Whether the multiplication of a tile by `factor` may be deferred."""
     return 1e-30 < abs(factor) < 1e30
+
+
+def moderate(factor: float) -> bool:
+    """Whether what is computed without the factor overflows no earlier than numbers that are large anyway."""
+    return 1e-9 < abs(factor) < 1e9
 
 
 def difference_fits(atom: ir.Atom) -> bool:
@@ -60,6 +66,31 @@ class TileValue:
     # once it is added to a score, but other operations take `exact`, because a distance that is 0 could otherwise
     # become a small number.
     exact: Value = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """tile * factor * scalar + addend, [rows, columns]."""
+
+    tile: Value
+    factor: float = 1.0
+    scalar: Value = None  # None: 1
+    addend: Value = None  # of `kind`; None: 0
+    kind: str = SCALAR  # or ROW
+
+    def times(self, number: float) -> "Line":
+        addend = None if self.addend is None else self.addend * np.float32(number)
+        return dataclasses.replace(self, factor=self.factor * number, addend=addend)
+
+    def neg(self) -> "Line":
+        return self.times(-1.0)
+
+    def plus(self, kind: str, value: Value) -> "Line":
+        """The line plus a value that is a scalar or a row vector, by its kind."""
+        if self.addend is None:
+            return dataclasses.replace(self, addend=value, kind=kind)
+        # a scalar and a row vector have a sum of the rank of the latter
+        return dataclasses.replace(self, addend=self.addend + value, kind=ROW if ROW in (kind, self.kind) else SCALAR)
 
 
 class Scaled(typing.NamedTuple):
