@@ -15,6 +15,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+import flexjax  # noqa: E402
+from flexjax import weights  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
 
 if jax.__version_info__ < (0, 11):
@@ -121,6 +123,8 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "one kernel, alibi": {
             "dim": 128, "mask": causal, "captured": (slopes,), "score": alibi, "fused": True, "deterministic": False,
         },
+        "weights, squared ReLU": {"mask": causal, "weights": weights.relu_squared(1024)},
+        "weights, retention": {"weights": weights.retention(jnp.linspace(0.9, 0.99, 16))},
     }  # fmt: skip
 
 
@@ -144,6 +148,7 @@ SPILLS = {
     "one kernel 64, relative table, float32": {"flexjax_backward_fused": 48},
     "one kernel 64, documents, any order": {"flexjax_backward_fused": 152},
     "one kernel 64, bias of each query and key": {"flexjax_backward_fused": 160},
+    "weights, squared ReLU": {"flexjax_backward_fused": 8},
 }
 """Bytes that a thread may spill, 0 for what is not named; see lab/logs/hopper_backward.md. One kernel: numbers that do not change in its loop,
 written before it and read once a step."""
@@ -160,6 +165,10 @@ def compile_cases(names: list[str]) -> None:
 
     for name in names:
         case = cases()[name]
+        if "weights" in case:
+            print(f"case {name}", file=sys.stderr, flush=True)
+            compile_weights(**case)
+            continue
         shares = case.pop("shares", 1)
         dq_order.MOST_UPWARD_DELAY = 100.0 if case.pop("upward", True) else 0.0  # small problems are upward, too
         fused, options = (
@@ -180,6 +189,19 @@ def compile_cases(names: list[str]) -> None:
         compile_hopper.compile_for_hopper(run, *made.given[:4])
 
 
+def compile_weights(weights: typing.Any, mask: typing.Any = None) -> None:
+    """The gradients of a weighted call, by the kernel for all of them: their program wants weights beside their derivatives."""
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+
+    hopper_fused_choice.fused_is_faster = lambda plan: True
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        out = flexjax.flex_attention(*arrays, weights=weights, mask_mod=mask, implementation="mosaic_gpu")
+        return out.astype(jnp.float32).sum()
+
+    compile_hopper.compile_for_hopper(jax.grad(total, (0, 1, 2)), *3 * [jnp.zeros((2, 1024, 16, 128), jnp.bfloat16)])
+
+
 @pytest.mark.parametrize("part", range(3))
 def test_no_spills(part: int) -> None:
     reason = compile_hopper.missing()
@@ -191,6 +213,7 @@ def test_no_spills(part: int) -> None:
         queries = 128 if "64" in name and name not in TOO_MUCH else 64
         assert line == (f"{name}, {queries} queries" if name.startswith("one kernel") else name)
         assert {k: b for k, b in kernels.items() if b > SPILLS.get(name, {}).get(k, 0)} == {}, name
+        assert "flexjax_backward_fused" in kernels or not name.startswith(("one kernel", "weights")), name
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def scores_of(
     if keep_factor:
         return program.weights_tile(s, scale)
     if whole:
-        score, *others = program.tile(s, scale)
+        score, *others = program.tile(s, scale, folds=True)
         return Scaled(score, 1.0, other_results=tuple(others))
     # Terms that are cheaper to add to the exponent are fields beside the tile.
     scores = program.scaled_tile(s, scale, keep_column_slope=True)

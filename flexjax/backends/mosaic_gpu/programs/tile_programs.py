@@ -94,6 +94,9 @@ class TileProgram:
         self.live = ir.uses(program.steps, self.wanted)
         self.producers = {step.out.id: step for step in program.steps if isinstance(step, ir.Op)}
         self.bound: ir.Axes = frozenset()
+        # whether factors and addends are taken out of powers, exponents and casts: fewer instructions where the result
+        # alone is wanted, more tiles to hold where derivatives want the parts as well
+        self.folds = False
         # id -> the kind of a value that is the same in all rows or in all columns of a tile, though its axes vary there
         self.narrowed: dict[int, str] = self._narrowed() if self.aligned else {}
         # id of a value -> the value on the tile
@@ -162,9 +165,11 @@ class TileProgram:
         new.env[load.out.id] = TileValue(TILE, tile)
         return new
 
-    def tile(self, score: jax.Array | None = None, factor: float = 1.0) -> tuple[jax.Array, ...]:
+    def tile(
+        self, score: jax.Array | None = None, factor: float = 1.0, *, folds: bool = False
+    ) -> tuple[jax.Array, ...]:
         """The wanted results as whole tiles, [rows, columns]; the score that the program reads is factor * score."""
-        return tuple(self._as_tile(s) for s in self._results(score, factor))
+        return tuple(self._as_tile(s) for s in self._results(score, factor, folds))
 
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
         """The wanted results, the modified score first and in the parts of `Scaled`; the program reads factor * score.
@@ -200,7 +205,7 @@ class TileProgram:
 
         The factor is moderate and depends on nothing but the program and `factor`.
         """
-        first, *others = self._results(score, factor)
+        first, *others = self._results(score, factor, folds=True)
         parts = (first.narrow_factor, first.row_term, first.affine_slope)
         if first.kind != TILE or first.factor < 0 or not moderate(first.factor) or any(x is not None for x in parts):
             first = TileValue(TILE, self._as_tile(first))
@@ -225,9 +230,10 @@ class TileProgram:
         """The wanted results as whole tiles, [rows, columns], on the tile whose first column is `start`."""
         return self.at_columns(start).tile(score)
 
-    def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
+    def _results(self, score: jax.Array | None, factor: float = 1.0, folds: bool = False) -> list[TileValue]:
         """The wanted results on this tile, which may have deferred parts."""
         new = self._copy()
+        new.folds = folds
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
         new._compute(TILE)
@@ -329,7 +335,7 @@ class TileProgram:
             elif isinstance(step, ir.Load):
                 self.env[out.id] = self._load(step)
             elif isinstance(step, ir.Op):
-                special = self._of_first(step) or self._affine(step) or self._limited(step)
+                special = self._of_first(step) or self._affine(step) or (self._limited(step) if self.folds else None)
                 self.env[out.id] = special or self._operate(step)
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
@@ -452,7 +458,7 @@ class TileProgram:
         if compared is not None:
             return compared
         operands = [self._value_of(a) for a in step.inputs]
-        deferred = self._exponential(step) or self._defer(step, operands)
+        deferred = (self._exponential(step) if self.folds else None) or self._defer(step, operands)
         if deferred is not None and deferred.affine_slope is None and deferred.row_term is None:
             return deferred
         if deferred is not None:
@@ -483,7 +489,7 @@ class TileProgram:
         if any(s.row_term is not None for s in operands):
             return None
         if step.out.dtype == "float32" and name in ("square", "integer_pow", "max"):
-            return self._homogeneous(step, operands)
+            return self._homogeneous(step, operands) if self.folds else None
         if step.out.dtype != "float32" or name not in ("mul", "div", "neg", "add", "sub"):
             return None
         if name == "neg":
