@@ -151,11 +151,12 @@ def _bits(chosen: Array, q_len: int, columns: int, block_q: int) -> tuple[Array,
     bit = jnp.where(here, jnp.uint32(1) << (place % WORD).astype(jnp.uint32), jnp.uint32(0))
     words = _joined(jnp.bitwise_or, bit, 4, 0)
     rows = jnp.repeat(words, q_len // max(1, words.shape[2]), axis=2)
-    past = cdiv(q_len, block_q) * block_q - q_len
+    count = cdiv(q_len, block_q)  # -1 in a reshape is no size where another is 0
+    past = count * block_q - q_len
 
     def of_blocks(join: Callable[[Array, Array], Array], unit: int) -> Array:
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, past), (0, 0)), constant_values=jnp.uint32(unit))
-        return _joined(join, padded.reshape(*rows.shape[:2], -1, block_q, rows.shape[-1]), 3, unit)
+        return _joined(join, padded.reshape(*rows.shape[:2], count, block_q, rows.shape[-1]), 3, unit)
 
     union, shared = of_blocks(jnp.bitwise_or, 0), of_blocks(jnp.bitwise_and, 0xFFFFFFFF)
     return jax.lax.bitcast_convert_type(words, jnp.int32), union, shared
@@ -177,7 +178,7 @@ def _merged(bits: Array, columns: int, merged: int, join: Callable[..., Array]) 
     """The bits of blocks of `merged` neighbouring blocks, by `join` of theirs; those past the end count as 0."""
     flags = transpose.flags_of_bits(bits, columns)
     padded = jnp.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, -columns % merged)])
-    return transpose.bits_of(join(padded.reshape(*bits.shape[:-1], -1, merged), -1))
+    return transpose.bits_of(join(padded.reshape(*bits.shape[:-1], cdiv(columns, merged), merged), -1))
 
 
 def _inside(mask_mod: Callable, dims: tuple[int, int], lengths: tuple[int, int]) -> TracedMod:
@@ -205,6 +206,8 @@ def _traced(
 ) -> TracedMod:
     """The mask of all: whether the word of the query has the bit of the key's block, and `inside` shows the entry."""
     batch, heads, groups = words.shape[:3]
+    if words.size == 0:  # a call without tokens reads nothing, and jax indexes no axis of size 0
+        words = jnp.zeros([max(1, n) for n in words.shape], words.dtype)
     each, share = lengths[0] // max(1, groups), dims[1] // heads
     mask_mod: MaskMod | None = None if inside is None else as_mask_mod(inside.program, inside.arrays)
 

@@ -127,7 +127,9 @@ def _checked(origin: Origin, arguments: Arguments, batch: int, lengths: tuple[in
 def _of_tokens(offsets: np.ndarray | Array, tokens: int) -> tuple[Array, Array]:
     """(where the document of each token begins, -1 outside of all; position in it), int32 [1 or B, tokens]."""
     xp: typing.Any = np if isinstance(offsets, np.ndarray) else jnp
-    at = xp.arange(tokens, dtype=np.int32)
+    at = xp.arange(
+        max(1, tokens), dtype=np.int32
+    )  # a call without tokens reads none, but jax indexes no axis of size 0
     # the last offset that is not past a token; offsets that repeat are documents of no tokens
     number = (offsets[:, None, :] <= at[:, None]).sum(-1).astype(np.int32)
     begins = xp.take_along_axis(offsets, xp.maximum(number - 1, 0), axis=1)

@@ -110,6 +110,15 @@ def test_numbers_of_few_bits_count_blocks_beyond_them(dtype: type) -> None:
     np.testing.assert_array_equal(to_mask(mask)[0, 0], dense(chosen.astype(np.int32), 4, 20, 1200)[0, 0])
 
 
+@pytest.mark.parametrize(("batch", "tokens", "keys"), [(0, 8, 8), (2, 0, 8), (2, 0, 0), (2, 8, 0)])
+def test_choices_of_nothing(batch: int, tokens: int, keys: int) -> None:
+    """Of blocks that are lists of their own (64 keys) and joined (16)."""
+    chosen = np.full((batch, 1, tokens, 2), -1, np.int32)
+    for block in (16, 64):
+        mask = BlockMask.from_chosen_blocks(chosen, block, q_len=tokens, kv_len=keys, mask_mod=masks.causal)
+        assert to_mask(mask).shape == (batch, 1, tokens, keys)
+
+
 # ------------------------------------------------------------------ attention
 
 

@@ -189,6 +189,12 @@ def test_what_does_not_fit_is_refused(origin: Origin, keywords: dict, message: s
     assert str(error.value) == message
 
 
+def test_a_call_without_tokens() -> None:
+    x = jnp.zeros((1, 0, 2, 8))
+    out = flexjax.flex_attention(x, x, x, mask_mod=masks.causal, origin=Origin(documents=jnp.zeros(2, jnp.int32)))
+    assert out.shape == x.shape
+
+
 def test_a_block_mask_takes_no_documents() -> None:
     with pytest.raises(ValueError, match="documents") as error:
         flexjax.create_block_mask(masks.causal, None, None, 8, 8, origin=Origin(documents=np.array([0, 8], np.int32)))
