@@ -19,7 +19,7 @@ from flexjax.call.prepare import PreparedCall, prepare
 from flexjax.call.tolerance import check_score_bound
 from flexjax.context import call as context_call
 from flexjax.context.context_parallel import ContextParallel
-from flexjax.errors import add_note_once, bad_argument, public
+from flexjax.errors import add_note_once, bad_argument, kind_of, public
 from flexjax.ir.origin import indices_of
 from flexjax.mod_tools.settings import check_finite, own, users
 from flexjax.passes import dispatch
@@ -28,6 +28,7 @@ from flexjax.plan.kernel_plan import Results
 from flexjax.plan.lengths import NONE
 from flexjax.trace.callbacks import run_callbacks
 from flexjax.trace.lift_numpy import lift_numpy
+from flexjax.trace.trace_mod import call_on_arrays
 from flexjax.types import ArrayArgument, AuxOutput, AuxRequest, Implementations, Operand, ScoreMod, Weights
 
 Array = jax.Array
@@ -203,14 +204,19 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
 def _divisor(weights: Weights, totals: Array) -> Array:
     """The divisor of each row, with as many axes as `totals`, of its lengths or 1."""
     assert weights.divisor is not None
-    given = weights.divisor(totals)
+    given = call_on_arrays("weights.divisor", weights.divisor, totals)
     a_number = isinstance(given, Array | np.ndarray | np.generic | int | float)
-    shape = np.shape(given) if a_number else ()
+    shape, dtype = (np.shape(given), jnp.result_type(given)) if a_number else ((), None)  # type: ignore[arg-type]
+    real = dtype is not None and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
     of_rows = zip(reversed(shape), reversed(totals.shape), strict=False)
-    if not a_number or len(shape) > totals.ndim or any(n not in (1, rows) for n, rows in of_rows):
-        got = f"a function that returns {f'shape {shape}' if a_number else repr(given)}"
-        expected = f"a number for each total of shape {totals.shape}"
-        raise bad_argument("weights.divisor", got, expected, "Keep the axes of a reduction (keepdims=True).")
+    if not real or len(shape) > totals.ndim or any(n not in (1, rows) for n, rows in of_rows):
+        got = f"shape {shape}" if real else f"{dtype}{list(shape)}" if a_number else kind_of(given)
+        raise bad_argument(
+            "weights.divisor",
+            f"a function that returns {got}",
+            f"a number for each total of shape {totals.shape}",
+            "Keep the axes of a reduction (keepdims=True)." if real else "Return floats, one for each total.",
+        )
     return jnp.expand_dims(jnp.asarray(given), tuple(range(totals.ndim - len(shape))))
 
 

@@ -108,6 +108,8 @@ def check_weights(weights: object, sinks: object, aux: AuxRequest | None, dtype:
         given = Weights(typing.cast(ScoreMod, weights))
     else:
         check_callable("weights.function", given.function, SCORE_ARGUMENTS)
+        if given.divisor is not None:
+            check_callable("weights.divisor", given.divisor, ("total",))
     if sinks is not None:
         raise bad_argument(
             "sinks", "given beside weights", "None", "Only a softmax has a denominator to which a sink adds."

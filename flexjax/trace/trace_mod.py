@@ -7,13 +7,14 @@ A *custom function* is one with a derivative rule of its own (jax.custom_jvp, ja
 of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -302,16 +303,8 @@ def _trace(
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.dtype(score_dtype))
     avals = [score if a == "score" else index for a in arguments]
-    try:
+    with _advised(name, mod, ", which is called with scalars, one position at a time"):
         closed, split = _jaxpr_of(mod, avals)
-    except Exception as error:
-        link = failed_at(error.__traceback__)
-        if (why := _why(error, link)) is None:
-            add_note_once(error, f"In `{name}`, which is called with scalars, one position at a time.{where(link)}")
-            raise
-        shown = error.__traceback__ if shows_all_frames() else up_to(error.__traceback__, link)
-        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(shown)
-        raise refused from (error if shows_all_frames() else None)
     traced = Traced(closed, split, mod)
     if len(closed.out_avals) != count or any(a.shape != () for a in closed.out_avals):
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
@@ -335,6 +328,27 @@ def _trace(
             mod,
         )
     return traced
+
+
+def call_on_arrays(name: str, function: Callable, *arrays: jax.Array) -> object:
+    """What the user's function `name` of arrays returns. Raises ModError for what a traced function must not do."""
+    with _advised(name, function), users_settings():
+        return function(*arrays)
+
+
+@contextlib.contextmanager
+def _advised(name: str, mod: Callable, called: str = "") -> Iterator[None]:
+    """Says of errors of the user's function `name` what to write, as a ModError; others pass, with a note of it."""
+    try:
+        yield
+    except Exception as error:
+        link = failed_at(error.__traceback__)
+        if (why := _why(error, link)) is None:
+            add_note_once(error, f"In `{name}`{called}.{where(link)}")
+            raise
+        shown = error.__traceback__ if shows_all_frames() else up_to(error.__traceback__, link)
+        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(shown)
+        raise refused from (error if shows_all_frames() else None)
 
 
 AS_IF: dict[str, Callable] = {
@@ -467,8 +481,8 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
         if other := other_kind(signature, arguments):
             advice = f" If it is a {other}, pass it as {other}=."
         raise ModError(
-            f"`{name}` has the signature {without_types(signature)}; expected {len(arguments)} positional arguments, "
-            f"{wanted}.{advice}"
+            f"`{name}` has the signature {without_types(signature)}; expected {len(arguments)} positional "
+            f"argument{'s' * (len(arguments) > 1)}, {wanted}.{advice}"
         ) from None
     if misplaced(signature, arguments):
         raise ModError(

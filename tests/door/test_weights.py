@@ -211,15 +211,35 @@ def test_the_gradient_where_the_slope_of_the_divisor_is_infinite() -> None:
         (lambda t: t.mean(-1), f"shape {(B, T)}"),
         (lambda t: jnp.ones((3, 1, T, 1)), f"shape {(3, 1, T, 1)}"),
         (lambda t: None, "None"),
+        (lambda t: [t], "a list"),
+        (lambda t: t > 0, f"bool{[B, T, N]}"),
+        (lambda t: t * 1j, f"complex64{[B, T, N]}"),
     ],
 )
 def test_a_divisor_of_another_shape_is_refused(divisor: typing.Any, got: str) -> None:
+    todo = "Keep the axes of a reduction (keepdims=True)." if "shape" in got else "Return floats, one for each total."
     sentence = (
         f"`weights.divisor` is a function that returns {got}; expected a number for each total of shape {(B, T, N)}. "
-        "Keep the axes of a reduction (keepdims=True)."
+        + todo
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         attend(weights=Weights(silu, divisor))(*arrays())
+
+
+@pytest.mark.parametrize(
+    ("divisor", "says"),
+    [
+        (
+            lambda t: np.maximum(t, 1),
+            "calls np.maximum() on a value that is known only at run time; write `jnp.maximum",
+        ),
+        (lambda t: t if t.sum() > 0 else -t, "decides by `if` and `else` on a value that is known only at run time;"),
+        (lambda t, u: t, "has the signature (t, u); expected 1 positional argument, weights.divisor(total)."),
+    ],
+)
+def test_a_divisor_that_cannot_be_traced_says_what_to_write(divisor: typing.Any, says: str) -> None:
+    with pytest.raises(ModError, match=f"^`weights.divisor` {re.escape(says)}"):
+        jax.eval_shape(attend(weights=Weights(silu, divisor)), *arrays())
 
 
 @pytest.mark.parametrize("divisor", [lambda t: 6.0, lambda t: np.float32(6), lambda t: jnp.full((T, 1), 6.0)])
