@@ -131,7 +131,14 @@ def test_which_loads_read_two_neighbours_at_once(number: int) -> None:
     assert not tile_programs.reads_pairs(load, "q", 127)
 
 
-def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool, aligned: bool = True) -> np.ndarray:
+def on_tile(
+    mod: typing.Callable,
+    score: jax.Array,
+    transposed: bool,
+    edge: bool,
+    aligned: bool = True,
+    slack: float | None = None,
+) -> np.ndarray:
     traced = trace_mod.trace_score_mod(mod, SIZES)
     assert programs_support.unsupported(traced.program) is None
 
@@ -142,7 +149,8 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
             overhangs=edge, aligned=aligned,
         )  # fmt: skip
         with simulator.running(True):
-            (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
+            program = program.at_rows(Q_START).at_columns(64 if transposed else 128)
+            (out[...],) = program.tile(score_ref[...], 1.0, slack)
 
     kernel = plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(SHAPE, jnp.float32), grid=(1,), grid_names=("program",), num_threads=1,
@@ -166,6 +174,30 @@ def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
     np.testing.assert_allclose(
         got, want, rtol=3e-6, atol=3e-6 * float(jnp.max(jnp.where(jnp.isfinite(want), abs(want), 1)))
     )
+
+
+WEIGHTS: dict[str, typing.Callable] = {
+    **{name: MODS[name] for name in ("factors and addends of an exponential", "decay", "powers of multiples")},
+    "sigmoid": lambda s, b, h, q, k: jax.nn.sigmoid(s - 2),
+    "small sigmoid": lambda s, b, h, q, k: jax.nn.sigmoid(s - 9),
+    "silu": lambda s, b, h, q, k: jax.nn.silu(0.5 * s),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slack", [0.0, 2.0**-12], ids=["exact", "coarse"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_match_the_mod(name: str, slack: float) -> None:
+    score = array(RNG.normal(size=SHAPE), jnp.float32)
+    if name in ("sigmoid", "silu"):
+        score = score.at[3, :6].set(jnp.asarray([-100.0, 100.0, 40.0, -40.0, 3.4e38, -3.4e38]))
+    if name == "sigmoid":
+        score = score.at[5, 7].set(-jnp.inf).at[6, 8].set(jnp.inf).at[7, 9].set(jnp.nan)
+    at = lambda s, q, k: WEIGHTS[name](s, jnp.int32(BATCH), jnp.int32(HEAD), q, k)
+    over = jax.vmap(jax.vmap(at, (0, None, 0)), (0, 0, None))
+    want = over(score, jnp.arange(64, 128, dtype=jnp.int32), jnp.arange(128, 192, dtype=jnp.int32))
+    got = on_tile(WEIGHTS[name], score, False, False, slack=slack)
+    rtol = max(3e-6, slack)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-30 if name[0] == "s" else rtol * float(jnp.max(abs(want))))
 
 
 def test_a_quotient_is_one_number_of_a_tile_that_lies_in_a_block() -> None:

@@ -49,7 +49,8 @@ class ItemConsumer:
     ) -> tuple[jax.Array, Rescale, State]:
         """`Softmax.step` of a key tile's products, with the sums of expectations; the last three as `masked` has."""
         softmax, before = self.setup.softmax, state
-        scores = scores_of(programs.score, s, self.setup.plan.scale, softmax.takes_whole_scores)
+        plan, slack = self.setup.plan, 0.0 if self.setup.plan.weighted else None
+        scores = scores_of(programs.score, s, plan.scale, softmax.takes_whole_scores, slack)
         p, rescale, state = softmax.step(self.masked(scores, programs.mask, number, start, end), before)
         if softmax.functions:
             masked = programs.mask is not None or self.setup.items.has_limits

@@ -152,7 +152,7 @@ class QueryRows(typing.Generic[AnyTile]):
         """The scores of Q K^T `s`, hidden where masked or past the last key."""
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         program, whole = step_tile.programs.score, setup.softmax.takes_whole_scores
-        scores = scores_of(program, s, plan.scale, whole, setup.keeps_factor)
+        scores = scores_of(program, s, plan.scale, whole, setup.slack, setup.keeps_factor)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
             return scores
         s = scores.tile

@@ -12,6 +12,7 @@ from flexjax.backends.mosaic_gpu.forward.pages import KeyPages
 from flexjax.backends.mosaic_gpu.forward.tile_scheduler import MaskRows, ScheduledTile, TileScheduler
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.machine.shared_memory import Part
+from flexjax.backends.mosaic_gpu.machine.thread_tiles import SMALL_ERROR
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -68,6 +69,13 @@ class ForwardSetup(typing.Generic[AnyTile]):
             whole_powers=plan.rounds_weights_alike,
             row_scaled=True,
         )
+
+    @property
+    def slack(self) -> float | None:
+        """The relative error that weights may have beside the rounding of their dtype; None for a softmax."""
+        if not self.plan.weighted:
+            return None
+        return 0.0 if self.plan.dtype == "float32" else SMALL_ERROR
 
     @property
     def keeps_factor(self) -> bool:

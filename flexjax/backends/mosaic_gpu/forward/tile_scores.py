@@ -11,17 +11,23 @@ f32 = np.float32
 
 
 def scores_of(
-    program: TileProgram | None, s: jax.Array, scale: float, whole: bool, keep_factor: bool = False
+    program: TileProgram | None,
+    s: jax.Array,
+    scale: float,
+    whole: bool,
+    slack: float | None,
+    keep_factor: bool = False,
 ) -> Scaled:
-    """The scores, before any mask, of Q K^T `s` without scale; with `whole` the tile of Scaled is the whole score, or
-    with `keep_factor` that without its factor.
+    """The scores, before any mask, of Q K^T `s` without scale; with `whole` the tile of Scaled is the whole score.
+
+    Those that are weights have a `slack` (TileProgram), and with `keep_factor` are without their factor.
     """
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
-    if keep_factor:
-        return program.weights_tile(s, scale)
+    if keep_factor and slack is not None:
+        return program.weights_tile(s, scale, slack)
     if whole:
-        score, *others = program.tile(s, scale, folds=True)
+        score, *others = program.tile(s, scale, slack)
         return Scaled(score, 1.0, other_results=tuple(others))
     # Terms that are cheaper to add to the exponent are fields beside the tile.
     scores = program.scaled_tile(s, scale, keep_column_slope=True)

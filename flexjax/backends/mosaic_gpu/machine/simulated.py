@@ -19,7 +19,7 @@ from flexjax.backends.mosaic_gpu.machine.registers import column_iota
 from flexjax.backends.mosaic_gpu.machine.row_scales import RowScale
 from flexjax.backends.mosaic_gpu.machine.shared_memory import COPIED_ROWS
 from flexjax.backends.mosaic_gpu.machine.simulator import Result
-from flexjax.backends.mosaic_gpu.machine.thread_tiles import PERIOD, whole_power
+from flexjax.backends.mosaic_gpu.machine.thread_tiles import PERIOD, SMALL_POWER, whole_power
 from flexjax.backends.mosaic_gpu.machine.warpgroup import WARPS
 
 # ------------------------------------------------------------------- order, barriers, copies
@@ -267,6 +267,14 @@ def exp2_tile(x: jax.Array, share: int) -> jax.Array:
         return jnp.exp2(x)
     chosen = jnp.arange(x.shape[1]) // 2 % GROUP < share
     return jnp.where(chosen[None, :], exp2_polynomial(x), jnp.exp2(x))
+
+
+def logistic_tile(exponents: jax.Array, small: bool) -> jax.Array:
+    """A simulated thread is alone: it votes for the whole tile."""
+    z, one = jnp.exp2(exponents), np.float32(1)
+    if not small:
+        return one / (one + z)
+    return jnp.where((z > np.float32(SMALL_POWER)).any(), one / (one + one / z), z - z * z)
 
 
 def rounded_tile(tile: jax.Array, dtype: str) -> jax.Array:

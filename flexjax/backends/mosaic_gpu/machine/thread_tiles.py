@@ -51,6 +51,9 @@ from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 
 PERIOD = 8  # columns after which the columns that a thread holds repeat; a narrow tile has as many
 LANES_OF_ROW = 4  # lanes that hold a row of a tile
+MOST_POWER = 2.0**60  # the product of two such, with 1 added to each, is a normal number and so is its reciprocal
+SMALL_ERROR = 2.0**-12  # of z - z^2 beside z / (1 + z), relative, for z up to
+SMALL_POWER = 2.0**-6
 LANE_DISTANCES = (1, 2)  # exchanging with the lanes at these XOR distances reduces over the four lanes that hold a row
 
 
@@ -331,6 +334,53 @@ def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
         return tile_math.rounded_up(reference)
     whole = tile_math.rounded_up(reference * np.float32(powers_of_two)) * np.float32(1 / powers_of_two)
     return jnp.where(jnp.abs(reference) < np.float32(tile_math.MAX_WHOLE), whole, reference)
+
+
+@device_op
+def logistic_tile(exponents: jax.Array, small: bool) -> jax.Array:
+    """1 / (1 + z) for z = 2^exponents; with `small` z / (1 + z), within 2^-12.
+
+    An SM computes 16 exponentials, roots or reciprocals a clock and 128 products. So where a warp votes that its powers
+    allow it, two elements have one reciprocal, and small ones z - z^2.
+    """
+
+    @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(exponents.shape, exponents.dtype, layout=TILE))
+    def logistic(tile: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        layout, f32, i32 = lowered(TILE), ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        places = [(register, item) for register, item, _ in positions_of(layout, exponents.shape).constants]
+        powers = [exp2_by_instruction(element(tile.registers[register], item)) for register, item in places]
+        # as integers, whose largest of three is one instruction, and NaN the largest of all
+        largest = functools.reduce(arith.maxsi, (arith.bitcast(i32, z) for z in powers))
+        bound = mgpu.c(int(np.float32(SMALL_POWER if small else MOST_POWER).view(np.int32)), i32)
+        beyond = _any_lane(arith.cmpi(arith.CmpIPredicate.sgt, largest, bound))
+        branch = scf.IfOp(beyond, [f32 for _ in powers], has_else=True)
+        plus_one = lambda x: arith.addf(x, mgpu.c(1.0, f32))
+        with ir.InsertionPoint(branch.then_block):
+            inverse = [_reciprocal(z) for z in powers] if small else powers
+            scf.yield_([_reciprocal(plus_one(z)) for z in inverse])
+        assert branch.else_block is not None
+        with ir.InsertionPoint(branch.else_block):
+            if small:
+                found = [typing.cast(ir.Value, llvm.intr_fma(arith.negf(z), z, z)) for z in powers]
+            else:
+                found = _reciprocals([plus_one(z) for z in powers])
+            scf.yield_(found)
+        items = ((*place, value) for place, value in zip(places, branch.results, strict=True))
+        return assemble(layout, exponents.shape, items, None)
+
+    return logistic(exponents)
+
+
+def _reciprocals(values: list[ir.Value]) -> list[ir.Value]:
+    """1 / x of each of an even number of values, of which no product of two overflows; inside `inline_mgpu`."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    products = ((a, b, _reciprocal(arith.mulf(a, b))) for a, b in pairs)
+    return [arith.mulf(both, x) for a, b, both in products for x in (b, a)]
+
+
+def _reciprocal(x: ir.Value) -> ir.Value:
+    """1 / x of an f32 by the instruction, which flushes denormals to 0; inside `inline_mgpu`."""
+    return typing.cast(ir.Value, llvm.inline_asm(x.type, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @device_op

@@ -80,15 +80,10 @@ def _expm1(x: Value) -> Value:
     return jnp.where(jnp.abs(x) < np.float32(0.35), x * poly, jnp.exp(x) - np.float32(1))
 
 
-def logistic_of(power: Value) -> Value:
-    """The logistic function of x from exp(-x)."""
-    # 1 / y = rsqrt(y)^2, within 2^-21: a division takes many more instructions
-    root = lax.rsqrt(np.float32(1) + power)
-    return root * root
-
-
 def _logistic(x: Value) -> Value:
-    return logistic_of(jnp.exp(-x))
+    # 1 / y = rsqrt(y)^2, within 2^-21: a division takes many more instructions
+    root = lax.rsqrt(np.float32(1) + jnp.exp(-x))
+    return root * root
 
 
 def _reduced_angle(x: Value) -> Value:

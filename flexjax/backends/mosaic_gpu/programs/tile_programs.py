@@ -34,7 +34,7 @@ from flexjax.backends.mosaic_gpu.machine import memory, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref
 from flexjax.backends.mosaic_gpu.machine.simulator import ordered
 from flexjax.backends.mosaic_gpu.programs.integer_division import power_of_two
-from flexjax.backends.mosaic_gpu.programs.tile_ops import apply, inner_dtype, logistic_of
+from flexjax.backends.mosaic_gpu.programs.tile_ops import apply, inner_dtype
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place
 from flexjax.backends.mosaic_gpu.programs.tile_values import (
     COLUMN,
@@ -94,9 +94,10 @@ class TileProgram:
         self.live = ir.uses(program.steps, self.wanted)
         self.producers = {step.out.id: step for step in program.steps if isinstance(step, ir.Op)}
         self.bound: ir.Axes = frozenset()
-        # whether factors and addends are taken out of powers, exponents and casts: fewer instructions where the result
-        # alone is wanted, more tiles to hold where derivatives want the parts as well
-        self.folds = False
+        # The relative error that weights may have; None in other programs. Factors and addends of weights are taken out
+        # of powers, exponents and casts: fewer instructions where nothing else is wanted, more tiles to hold where
+        # derivatives want the parts as well.
+        self.slack: float | None = None
         # id -> the kind of a value that is the same in all rows or in all columns of a tile, though its axes vary there
         self.narrowed: dict[int, str] = self._narrowed() if self.aligned else {}
         # id of a value -> the value on the tile
@@ -166,10 +167,10 @@ class TileProgram:
         return new
 
     def tile(
-        self, score: jax.Array | None = None, factor: float = 1.0, *, folds: bool = False
+        self, score: jax.Array | None = None, factor: float = 1.0, slack: float | None = None
     ) -> tuple[jax.Array, ...]:
         """The wanted results as whole tiles, [rows, columns]; the score that the program reads is factor * score."""
-        return tuple(self._as_tile(s) for s in self._results(score, factor, folds))
+        return tuple(self._as_tile(s) for s in self._results(score, factor, slack))
 
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
         """The wanted results, the modified score first and in the parts of `Scaled`; the program reads factor * score.
@@ -200,12 +201,12 @@ class TileProgram:
             )
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
-    def weights_tile(self, score: jax.Array, factor: float) -> Scaled:
+    def weights_tile(self, score: jax.Array, factor: float, slack: float) -> Scaled:
         """The wanted results, the first in the parts `tile` and `factor` alone; the program reads factor * score.
 
         The factor is moderate and depends on nothing but the program and `factor`.
         """
-        first, *others = self._results(score, factor, folds=True)
+        first, *others = self._results(score, factor, slack)
         parts = (first.narrow_factor, first.row_term, first.affine_slope)
         if first.kind != TILE or first.factor < 0 or not moderate(first.factor) or any(x is not None for x in parts):
             first = TileValue(TILE, self._as_tile(first))
@@ -217,7 +218,7 @@ class TileProgram:
 
     def weights_factor(self, factor: float) -> float:
         """`Scaled.factor` of every `weights_tile` of scores that are multiplied by `factor`."""
-        return self._at_nothing().weights_tile(self._no_score(), factor).factor
+        return self._at_nothing().weights_tile(self._no_score(), factor, 0.0).factor
 
     def _at_nothing(self) -> "TileProgram":
         """The program at column 0, for what needs no scores: the compiler removes everything else."""
@@ -230,10 +231,10 @@ class TileProgram:
         """The wanted results as whole tiles, [rows, columns], on the tile whose first column is `start`."""
         return self.at_columns(start).tile(score)
 
-    def _results(self, score: jax.Array | None, factor: float = 1.0, folds: bool = False) -> list[TileValue]:
+    def _results(self, score: jax.Array | None, factor: float = 1.0, slack: float | None = None) -> list[TileValue]:
         """The wanted results on this tile, which may have deferred parts."""
         new = self._copy()
-        new.folds = folds
+        new.slack = slack
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
         new._compute(TILE)
@@ -335,7 +336,7 @@ class TileProgram:
             elif isinstance(step, ir.Load):
                 self.env[out.id] = self._load(step)
             elif isinstance(step, ir.Op):
-                special = self._of_first(step) or self._affine(step) or (self._limited(step) if self.folds else None)
+                special = self._of_first(step) or self._affine(step) or self._limited(step)
                 self.env[out.id] = special or self._operate(step)
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
@@ -458,7 +459,7 @@ class TileProgram:
         if compared is not None:
             return compared
         operands = [self._value_of(a) for a in step.inputs]
-        deferred = (self._exponential(step) if self.folds else None) or self._defer(step, operands)
+        deferred = self._exponential(step) or self._defer(step, operands)
         if deferred is not None and deferred.affine_slope is None and deferred.row_term is None:
             return deferred
         if deferred is not None:
@@ -489,7 +490,7 @@ class TileProgram:
         if any(s.row_term is not None for s in operands):
             return None
         if step.out.dtype == "float32" and name in ("square", "integer_pow", "max"):
-            return self._homogeneous(step, operands) if self.folds else None
+            return self._homogeneous(step, operands)
         if step.out.dtype != "float32" or name not in ("mul", "div", "neg", "add", "sub"):
             return None
         if name == "neg":
@@ -535,7 +536,11 @@ class TileProgram:
     def _homogeneous(self, step: ir.Op, operands: list[TileValue]) -> TileValue | None:
         """A whole power of a tile, or the larger of it and 0, with the factor of the tile deferred; else None."""
         tile = next((s for s in operands if s.kind == TILE), operands[0])
-        if tile.factor in (0.0, 1.0) or not (tile.affine_slope is None and tile.narrow_factor is None):
+        if (
+            self.slack is None
+            or tile.factor in (0.0, 1.0)
+            or not (tile.affine_slope is None and tile.narrow_factor is None)
+        ):
             return None
         power = 1
         if step.prim == "max":
@@ -552,12 +557,15 @@ class TileProgram:
 
     def _exponential(self, step: ir.Op) -> TileValue | None:
         """exp, exp2 or logistic of tile * factor + addend, where one FMA scales and shifts the exponent; else None."""
-        if step.prim not in ("exp", "exp2", "logistic") or step.out.dtype != "float32":
+        if self.slack is None or step.prim not in ("exp", "exp2", "logistic") or step.out.dtype != "float32":
             return None
         line = self._line(step.inputs[0])
-        if line is None or (line.factor == 1.0 and line.scalar is None and line.addend is None):
+        if line is None:
             return None
-        unit = {"exp": LOG2E, "exp2": 1.0, "logistic": -LOG2E}[step.prim]
+        logistic = step.prim == "logistic"
+        # an addend is the usual -log(keys), which makes nearly all weights small
+        small = logistic and line.addend is not None and self.slack >= thread_tiles.SMALL_ERROR
+        unit = {"exp": LOG2E, "exp2": 1.0, "logistic": LOG2E if small else -LOG2E}[step.prim]
         factor: Value = np.float32(line.factor * unit)
         if line.scalar is not None:
             factor = line.scalar * factor
@@ -565,8 +573,7 @@ class TileProgram:
         if line.addend is not None:
             addend = self._broadcast(TileValue(line.kind, line.addend * np.float32(unit)), TILE)
             exponent = exponent + addend
-        power = jnp.exp2(exponent)
-        return TileValue(TILE, logistic_of(power) if step.prim == "logistic" else power)
+        return TileValue(TILE, thread_tiles.logistic_tile(exponent, small) if logistic else jnp.exp2(exponent))
 
     def _line(self, atom: ir.Atom) -> "Line | None":
         """A float32 atom as a line of a tile: sums and products with numbers of a row, or of all rows, are undone."""
@@ -669,7 +676,12 @@ class TileProgram:
         """The cast to float32 of the larger or smaller of an affine integer and a literal, from casts of both; else
         None."""
         limit = self.producers.get(step.inputs[0].id) if isinstance(step.inputs[0], ir.Val) else None
-        if step.prim != "convert_element_type" or limit is None or limit.prim not in ("max", "min"):
+        if (
+            self.slack is None
+            or step.prim != "convert_element_type"
+            or limit is None
+            or limit.prim not in ("max", "min")
+        ):
             return None
         for atom, literal in (limit.inputs, limit.inputs[::-1]):
             if isinstance(literal, ir.Lit) and difference_fits(literal) and abs(literal.value) < MAX_EXACT:
