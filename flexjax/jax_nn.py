@@ -243,10 +243,7 @@ def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -
     shape = (1,) * (4 - array.ndim) + tuple(array.shape)
     if array.ndim > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         raise bad_argument(
-            name,
-            f"of shape {tuple(array.shape)}",
-            f"one that broadcasts to [B, N, T, S] = {list(full)}",
-            "Reshape it.",
+            name, f"of shape {tuple(array.shape)}", f"one that broadcasts to [B, N, T, S] = {list(full)}", "Reshape it."
         )
     four = array.reshape(shape)
 

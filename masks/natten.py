@@ -79,8 +79,7 @@ def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
         return down * tile_y + index % (tile_y * tile_x) // tile_x, across * tile_x + index % tile_x
 
     @named(
-        f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}",
-        *_sizes_of_canvas(height * width),
+        f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}", *_sizes_of_canvas(height * width)
     )
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         (q_y, q_x), (kv_y, kv_x) = position(q_idx), position(kv_idx)

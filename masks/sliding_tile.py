@@ -60,12 +60,7 @@ def sliding_tile_3d(
 
 
 def _sliding_tile(
-    call: str,
-    axes: tuple[str, ...],
-    canvas: tuple[int, ...],
-    kernel: tuple[int, ...],
-    tile: tuple[int, ...],
-    text: int,
+    call: str, axes: tuple[str, ...], canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...], text: int
 ) -> MaskMod:
     """The mask of `sliding_tile_2d` for a canvas with any number of axes. Raises ValueError."""
     canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")

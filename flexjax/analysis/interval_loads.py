@@ -133,12 +133,7 @@ def _with_nan(ends: tuple[Array, Array], *marks: Array) -> tuple[Array, Array]:
 
 
 def _doubling(
-    rows: tuple[Array, Array],
-    low: Array,
-    high: Array,
-    pick: Callable[[Array, Array], Array],
-    axis: int,
-    longest: int,
+    rows: tuple[Array, Array], low: Array, high: Array, pick: Callable[[Array, Array], Array], axis: int, longest: int
 ) -> tuple[Array, Array]:
     """The least and the greatest element between `low` and `high` (both included) along an axis, by a sparse table.
 

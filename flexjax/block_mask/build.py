@@ -300,10 +300,7 @@ def block_sizes(block_size: object) -> tuple[int, int]:
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2 or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in pair):
         raise bad_argument(
-            "block_size",
-            shown(block_size),
-            "a positive int, or two: (queries, keys)",
-            "128 suits every backend.",
+            "block_size", shown(block_size), "a positive int, or two: (queries, keys)", "128 suits every backend."
         )
     queries, keys = typing.cast(Sequence[int], pair)
     return int(queries), int(keys)

@@ -82,10 +82,7 @@ def _queries(mask: Parts, blocks: np.ndarray) -> int:
     size, last = mask.block_size[0], mask.blocks[0] - 1
     if len(blocks) and last in blocks[:-1] and mask.q_len % size:
         raise bad_argument(
-            "index",
-            "query blocks with the incomplete last block before others",
-            "that block last",
-            "Reorder them.",
+            "index", "query blocks with the incomplete last block before others", "that block last", "Reorder them."
         )
     short = len(blocks) > 0 and blocks[-1] == last
     return len(blocks) * size - ((last + 1) * size - mask.q_len if short else 0)

@@ -77,10 +77,7 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
     """The argument kernel_options, or its default. Raises ValueError for it and for a `return_aux` of another type."""
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise bad_argument(
-            "return_aux",
-            repr(return_aux),
-            "None or flexjax.AuxRequest(...)",
-            "For example AuxRequest(lse=True).",
+            "return_aux", repr(return_aux), "None or flexjax.AuxRequest(...)", "For example AuxRequest(lse=True)."
         )
     if options is None:
         return NO_OPTIONS
@@ -224,10 +221,7 @@ def _letters(name: str, layout: str) -> str:
 def _check_batch(name: str, x: Array, query: Array) -> None:
     if x.shape[0] not in (1, query.shape[0]):
         raise bad_argument(
-            name,
-            f"of shape {x.shape}",
-            f"a batch of {query.shape[0]} like query's, or 1",
-            "Repeat or slice it.",
+            name, f"of shape {x.shape}", f"a batch of {query.shape[0]} like query's, or 1", "Repeat or slice it."
         )
 
 
@@ -243,10 +237,7 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str) -> None:
         )
     if v.shape[1:3] != k.shape[1:3]:
         raise bad_argument(
-            "value",
-            f"of shape {v.shape}",
-            f"the tokens and heads of key, {k.shape[1:3]}",
-            "Make them agree." + mixed,
+            "value", f"of shape {v.shape}", f"the tokens and heads of key, {k.shape[1:3]}", "Make them agree." + mixed
         )
     dim = 2 if layout == "BTNH" else 1
     n, m = q.shape[dim], k.shape[dim]
@@ -322,10 +313,7 @@ def _check_extra(
             )
     if qx.shape[3] != kx.shape[3]:
         raise bad_argument(
-            "key_extra",
-            f"of shape {kx.shape}",
-            f"a last dim of {qx.shape[3]}, that of query_extra",
-            "Make them agree.",
+            "key_extra", f"of shape {kx.shape}", f"a last dim of {qx.shape[3]}, that of query_extra", "Make them agree."
         )
     if kx.shape[heads] == 0 or q.shape[heads] % kx.shape[heads]:
         raise bad_argument(
@@ -348,10 +336,7 @@ def check_block_mask(mask: object, sizes: CallSizes, layout: str) -> None:
     """Raises ValueError unless `mask` is one BlockMask for the lengths, batch and heads of a call of these sizes."""
     if not isinstance(mask, BlockMask):
         raise bad_argument(
-            "block_mask",
-            kind_of(mask),
-            "a flexjax.BlockMask",
-            "A plain mask function goes to mask_mod=.",
+            "block_mask", kind_of(mask), "a flexjax.BlockMask", "A plain mask function goes to mask_mod=."
         )
     if len(mask.list_dims) != 3:
         raise bad_argument(
@@ -371,10 +356,7 @@ def check_block_mask(mask: object, sizes: CallSizes, layout: str) -> None:
             "block_mask", f"made for q_len={q_len}, kv_len={kv_len}", f"q_len={sizes.q_len}, kv_len={sizes.kv_len}",
             advice,
         )  # fmt: skip
-    for name, axis, got, want in (
-        ("batch", "b", batch, sizes.batch),
-        ("heads", "h", heads, sizes.q_heads),
-    ):
+    for name, axis, got, want in (("batch", "b", batch, sizes.batch), ("heads", "h", heads, sizes.q_heads)):
         if got not in (1, want):
             raise bad_argument(
                 "block_mask",

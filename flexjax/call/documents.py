@@ -106,10 +106,7 @@ def _checked(origin: Origin, arguments: Arguments, batch: int, lengths: tuple[in
     by_row = given.ndim == 2 and given.shape[0] > 1
     if by_row and not (isinstance(origin.batch, int) and origin.batch == 0):
         raise bad_argument(
-            "origin.batch",
-            "given beside documents of each batch entry",
-            "0",
-            "Mods read entries of the whole.",
+            "origin.batch", "given beside documents of each batch entry", "0", "Mods read entries of the whole."
         )
     if isinstance(given, Tracer) or not getattr(given, "is_fully_addressable", True):
         return jnp.clip(jnp.atleast_2d(given), 0, lengths[0]).astype(jnp.int32)

@@ -73,10 +73,7 @@ def key_words(key: object) -> Words:
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     if data.dtype != jnp.uint32 or data.ndim != 1 or data.shape[0] < 2:
         raise bad_argument(
-            "dropout.key",
-            f"{key.dtype}{list(key.shape)}",
-            "one key",
-            "Pass jax.random.key(seed), not a batch of keys.",
+            "dropout.key", f"{key.dtype}{list(key.shape)}", "one key", "Pass jax.random.key(seed), not a batch of keys."
         )
     return _words(data)
 

@@ -140,10 +140,7 @@ def check_context(context: object) -> ContextParallel:
     """The argument `context` itself; raises ValueError for a wrong one. Axes are not compared with a mesh here."""
     if not isinstance(context, ContextParallel):
         raise bad_argument(
-            "context",
-            kind_of(context),
-            "a flexjax.ContextParallel",
-            "Pass ContextParallel('axis', layout).",
+            "context", kind_of(context), "a flexjax.ContextParallel", "Pass ContextParallel('axis', layout)."
         )
     axes = context.axis if isinstance(context.axis, tuple) else (context.axis,)
     if not axes or not all(isinstance(name, str) for name in axes) or len(set(axes)) < len(axes):

@@ -41,9 +41,7 @@ from flexjax.ir.program import (
     loop_size,
     uses,
 )
-from flexjax.ir.program import (
-    range_of_val as range_of,
-)
+from flexjax.ir.program import range_of_val as range_of
 from flexjax.ir.ranges import (
     Range,
     compare_ranges,

@@ -3,18 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from flexjax.ir.program import (
-    Atom,
-    Call,
-    Linear,
-    Lit,
-    Load,
-    Op,
-    Program,
-    Step,
-    Val,
-    uses,
-)
+from flexjax.ir.program import Atom, Call, Linear, Lit, Load, Op, Program, Step, Val, uses
 
 
 def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[Val], Val]) -> Step:

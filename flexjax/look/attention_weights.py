@@ -21,11 +21,7 @@ LARGEST = 2**28  # entries of the matrix that are allowed: 1 GiB of float32
 @public
 @own
 @with_signature(Arguments, MaskAndScore)
-def attention_weights(
-    query: Array,
-    key: Array,
-    **keywords: typing.Unpack[MaskAndScore[ArrayArgument]],
-) -> Array:
+def attention_weights(query: Array, key: Array, **keywords: typing.Unpack[MaskAndScore[ArrayArgument]]) -> Array:
     """softmax(where(mask, score_mod(scale * query . key), -inf)) as an array, [B, N, T, S] for either layout.
 
     query   [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH");  key  [B, S, M, D] or [B, M, S, D], M divides N

@@ -376,10 +376,7 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
     """
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)
-    lines = [
-        f"runs on: {run.backend.name}",
-        *(f"  not {name}: {why}" for name, why in run.refusals),
-    ]
+    lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
     tiles = run.backend.tile_sizes(run.plan, target)
     if tiles is not None:
         lines.append(f"  tiles: {tiles}")

@@ -101,10 +101,7 @@ def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
     seen = np.ones((plan.batch, 1, plan.kv_len), bool)
     if mask is not None:
         blocks = np.zeros((*mask.kv_num_blocks.shape, mask.blocks[1]), bool)
-        for num, index in (
-            (mask.kv_num_blocks, mask.kv_indices),
-            (mask.full_kv_num_blocks, mask.full_kv_indices),
-        ):
+        for num, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
             index = np.asarray(index)
             listed = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
             *at, place = np.nonzero(listed)

@@ -191,10 +191,7 @@ def _with_bias(
 
 
 def _positions(
-    input_positions: ArrayLike | None,
-    mask: Array | None,
-    batch: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
+    input_positions: ArrayLike | None, mask: Array | None, batch: tuple[int, ...], sizes: tuple[int, int, int, int]
 ) -> Array | None:
     """The position of each query in the whole sequence, int32 [B, T]; None where it is the index in this call.
 
@@ -238,10 +235,7 @@ def _rotated(rope: Callable[..., Array], q: Array, k: Array, positions: Array | 
 
 
 def _at_positions(
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    positions: Array | None,
-    sizes: tuple[int, int, int, int],
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, positions: Array | None, sizes: tuple[int, int, int, int]
 ) -> tuple[ScoreMod | None, MaskMod | None]:
     """The mods, of positions [B, T] in the whole sequence in place of indices of this call."""
     if positions is None:

@@ -45,12 +45,7 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             if self.use_qk_norm:
                 query, key = self._query_norm(query), self._key_norm(key)
             query, key = (
-                rotate(
-                    part,
-                    segment_pos,
-                    base_frequency=self.rope_base_frequency,
-                    scale_factor=self.rope_scale_factor,
-                )
+                rotate(part, segment_pos, base_frequency=self.rope_base_frequency, scale_factor=self.rope_scale_factor)
                 for part in (query, key)
             )
             slots, new_cache = segment_pos, None

@@ -220,12 +220,7 @@ def _placed(call: _Call, heads: int, kv_len: int) -> Placed:
     if call.decoding:
         ids = kv_ids = None  # they say which slots are filled; _mask_mod reads them
     return Placed(
-        function="flexjax.nn.maxtext",
-        heads=heads,
-        ids=ids,
-        kv_ids=kv_ids,
-        is_padding=negative_is_padding,
-        first=first,
+        function="flexjax.nn.maxtext", heads=heads, ids=ids, kv_ids=kv_ids, is_padding=negative_is_padding, first=first
     )
 
 

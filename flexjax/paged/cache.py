@@ -22,16 +22,7 @@ from flexjax.errors import bad_argument, kind_of, public
 from flexjax.mod_tools.numpy_arrays import unwrapped
 from flexjax.mod_tools.settings import own
 from flexjax.paged import page_norms
-from flexjax.paged.table import (
-    Growth,
-    PageTable,
-    check_int32,
-    check_page,
-    check_positive,
-    check_table,
-    described,
-    grow,
-)
+from flexjax.paged.table import Growth, PageTable, check_int32, check_page, check_positive, check_table, described, grow
 from flexjax.rewrites.pages import tokens_of_pages
 from flexjax.types import Quantized
 

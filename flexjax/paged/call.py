@@ -257,10 +257,7 @@ def prepare_paged(arguments: PagedArguments) -> list[Part]:
     shared = check_shared(arguments.shared, queries.counts.shape[0], rows.in_pages.page)
     _, start = prefix_starts(shared, rows.key_lengths)
     prefix = prefix_rows(rows, queries, shared, size)
-    return [
-        part("shared prefixes", prefix, mask_mod),
-        part("own tokens", own, _from(mask_mod, start)),
-    ]
+    return [part("shared prefixes", prefix, mask_mod), part("own tokens", own, _from(mask_mod, start))]
 
 
 def _placed(mod: typing.Any, origin: object) -> typing.Any:

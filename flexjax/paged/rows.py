@@ -109,12 +109,7 @@ class Rows:
 
 
 def check_rows(
-    query: object,
-    cache: PagedCache,
-    table: PageTable,
-    query_seq_lengths: object,
-    cu_q_lens: object,
-    sinks: object,
+    query: object, cache: PagedCache, table: PageTable, query_seq_lengths: object, cu_q_lens: object, sinks: object
 ) -> tuple[Rows, Queries]:
     """Checks the arrays of a call: (rows with a batch entry for each request, the queries of all requests).
 

@@ -59,11 +59,7 @@ def _xla() -> Backend:
     return XlaBackend()
 
 
-TABLE: dict[str, Callable[[], Backend]] = {
-    "mosaic_gpu": _mosaic_gpu,
-    "mosaic_tpu": _mosaic_tpu,
-    "xla": _xla,
-}
+TABLE: dict[str, Callable[[], Backend]] = {"mosaic_gpu": _mosaic_gpu, "mosaic_tpu": _mosaic_tpu, "xla": _xla}
 """By name, functions that import a backend, in the order in which the default dispatch asks the backends."""
 
 REFERENCE = DenseBackend.name
@@ -243,11 +239,7 @@ def _by_residues(run: Run) -> Run:
 
 
 def choose_backward(
-    plan: KernelPlan,
-    implementation: tuple[str, ...] | None,
-    target: Target,
-    wanted: Wanted,
-    derivative: Program | None,
+    plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target, wanted: Wanted, derivative: Program | None
 ) -> Run:
     """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these
     gradients.
@@ -273,11 +265,7 @@ def choose_backward(
 
 
 def choose_tangent(
-    plan: KernelPlan,
-    implementation: tuple[str, ...] | None,
-    target: Target,
-    moving: Wanted,
-    derivative: Program | None,
+    plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target, moving: Wanted, derivative: Program | None
 ) -> Run:
     """The choice for forward mode, as `choose_backward`; `moving` says which operands have a tangent."""
     run = _whole(plan, implementation, target)

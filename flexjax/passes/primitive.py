@@ -120,11 +120,7 @@ def make_primitive(
                 "kernel_options.interpret."
             )
         code = functools.partial(function, run=run, problem=problem, **params)
-        with (
-            problem.settings(),
-            targets.as_seen_by_pallas(target),
-            run.backend.lowering(ctx.module_context, target),
-        ):
+        with problem.settings(), targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):
             if run.backend.slow_to_lower and not problem.plan.options.interpret and lowered.fits(ctx):
                 key = (name, target, problem, *sorted(params.items()))
                 code = lowered.as_call(code, plain, ctx.module_context.platforms[0], key)

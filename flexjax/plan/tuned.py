@@ -289,10 +289,7 @@ def state() -> tuple[pathlib.Path | None, int]:
 @functools.lru_cache(maxsize=4096)
 def _find(plan: KernelPlan, backend: str, device: str, path: pathlib.Path | None, reads: int) -> Found:
     """`find` for a device of known kind; cached, and `path` and `reads` say when to look again."""
-    places = (
-        ("user", _of_user(path, reads), versions()),
-        ("package", shipped(device), None),
-    )
+    places = (("user", _of_user(path, reads), versions()), ("package", shipped(device), None))
     tiles: dict[str, int] = {}
     where = dict.fromkeys(PASSES, "")
     for place, entries, of in places:

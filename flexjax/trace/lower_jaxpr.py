@@ -46,16 +46,7 @@ from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole
 from flexjax.trace.lift_numpy import as_operand, eager_without_mesh
 from flexjax.trace.lower_call import equation_as_call
 from flexjax.trace.lower_rules import RULES
-from flexjax.trace.primitives import (
-    CASTS,
-    COLLECTIVES,
-    CUSTOM,
-    ELEMENTWISE,
-    INLINED,
-    KEPT_PARAMS,
-    RANDOM,
-    SAME,
-)
+from flexjax.trace.primitives import CASTS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, RANDOM, SAME
 from flexjax.trace.random_keys import elementwise_on_keys
 from flexjax.trace.translation import ClosedScope, Equation, Scope
 from flexjax.trace.values import (

@@ -20,16 +20,7 @@ from flexjax.trace.lower_special import SPECIAL_RULES
 from flexjax.trace.random_keys import KEY_RULES
 from flexjax.trace.rolled import Unit, cumulative, dot, place_of_best, reduced, rolls
 from flexjax.trace.translation import Equation, Params, Rule, Translation
-from flexjax.trace.values import (
-    MAX_UNROLL,
-    ROLL,
-    Value,
-    as_object,
-    choose,
-    is_atoms,
-    is_known,
-    map_elements,
-)
+from flexjax.trace.values import MAX_UNROLL, ROLL, Value, as_object, choose, is_atoms, is_known, map_elements
 
 # ------------------------------------------------------------------- shapes of small arrays
 

@@ -30,17 +30,7 @@ CALLBACKS = frozenset(
     ["pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "infeed", "outfeed"]
 )
 INLINED = frozenset(
-    [
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "remat2",
-        "remat",
-        "checkpoint",
-        "custom_lin",
-        "core_closed_call",
-    ]
+    ["jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_lin", "core_closed_call"]
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 """Functions with a derivative rule of their own."""

@@ -216,11 +216,7 @@ VALUE_IN_RULE = (
 
 
 def _lowered(
-    name: str,
-    traced: Traced,
-    sizes: Sizes,
-    score_dtype: str | None = None,
-    keep_custom: bool = False,
+    name: str, traced: Traced, sizes: Sizes, score_dtype: str | None = None, keep_custom: bool = False
 ) -> tuple[Program, tuple[jax.Array, ...]]:
     """Translates the jaxpr of a mod; returns its program and the captured arrays that it reads, in the program's order.
 

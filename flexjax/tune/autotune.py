@@ -264,11 +264,7 @@ def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
 
 
 def _keep(
-    plan: KernelPlan,
-    timed: Run,
-    found: dict[str, Timing],
-    searched: set[str],
-    cache: bool | str | os.PathLike[str],
+    plan: KernelPlan, timed: Run, found: dict[str, Timing], searched: set[str], cache: bool | str | os.PathLike[str]
 ) -> pathlib.Path | None:
     """Writes the fastest tiles of each pass of whose tile the call fixes nothing to the file that `cache` says.
 

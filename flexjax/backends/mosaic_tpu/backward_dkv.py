@@ -172,14 +172,7 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
     shapes = layouts.FoldedShapes.of(plan)
     geometry = TileGeometry.of(plan, tiles, q_axis=1)
     order = make_order(plan, geometry, shapes.group, True, call.operands)
-    scores = TileScores(
-        plan,
-        order,
-        call.operands,
-        call.derivative,
-        check_q_end=True,
-        wants_load_slopes=bool(columns),
-    )
+    scores = TileScores(plan, order, call.operands, call.derivative, check_q_end=True, wants_load_slopes=bool(columns))
     maps = layouts.IndexMaps(order, shapes.group)
     dk = Output(shapes.key.shape, plan.dtype, shapes.key.spec(tiles.kv, maps.key))
     dv = Output(shapes.value.shape, plan.dtype, shapes.value.spec(tiles.kv, maps.key))

@@ -61,12 +61,7 @@ def gather_gradients(
 
 
 def _scattered(
-    plan: KernelPlan,
-    derivative: Program,
-    captures: Sequence[jax.Array],
-    load: Load,
-    values: jax.Array,
-    placed: Placed,
+    plan: KernelPlan, derivative: Program, captures: Sequence[jax.Array], load: Load, values: jax.Array, placed: Placed
 ) -> jax.Array:
     """`values`, the sums of one load (see `gather_gradients`), scatter-added into zeros of its array's shape."""
     kind = ir.classify_load(load).kind

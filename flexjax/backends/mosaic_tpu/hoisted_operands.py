@@ -230,12 +230,7 @@ class HoistedOperands:
     # ------------------------------------------------------------------ inside the kernel
 
     def view(
-        self,
-        number: int,
-        scalars: Sequence[jax.Ref],
-        refs: Sequence[jax.Ref],
-        at: KernelPosition,
-        strip: Strip,
+        self, number: int, scalars: Sequence[jax.Ref], refs: Sequence[jax.Ref], at: KernelPosition, strip: Strip
     ) -> StripView:
         """In a kernel: where a strip lies, and functions that read the operands of program `number` on it."""
         g = self.geometry

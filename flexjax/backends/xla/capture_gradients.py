@@ -155,12 +155,7 @@ class CaptureGradients:
         return slot.axes | {"b"} if origin is not None and origin.differs_by_entry(slot.axes) else slot.axes
 
     def add(
-        self,
-        buffers: list[Array],
-        row: TileRow,
-        visit: BlockVisit,
-        scores: VisitScores,
-        cotangents: Sequence[Array],
+        self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangents: Sequence[Array]
     ) -> list[Array]:
         """The buffers with the gradients from one visit added, of `cotangents` [batch, heads, block_q, keys] of the
         value of each group of the derivative program.

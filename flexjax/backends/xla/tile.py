@@ -113,8 +113,7 @@ class XlaTile:
         """One slice of `array`, padded to whole blocks (pad_captures), for each key block."""
         return (
             jnp.concatenate(
-                [lax.dynamic_slice(array, *plan.window(self.region, j)) for j in range(self.region.blocks)],
-                plan.kv_dim,
+                [lax.dynamic_slice(array, *plan.window(self.region, j)) for j in range(self.region.blocks)], plan.kv_dim
             )
             .transpose(plan.order)
             .reshape(plan.shape(self.region))

@@ -97,10 +97,7 @@ def visit_scores(
     values = None
     if program is not None:
         full = program.inputs[0].axes
-        want = [
-            full,
-            *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} for r in program.results[1:]),
-        ]
+        want = [full, *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} for r in program.results[1:])]
         want = [frozenset(w) - {"delta"} for w in want]
         values = Values.of(program, tile)
 

@@ -49,10 +49,7 @@ class HopperDkvOutputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 def backward_dkv(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: DkvTiles,
-    bias: DenseBiasPlan,
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: DkvTiles, bias: DenseBiasPlan
 ) -> HopperDkvOutputs[jax.Array]:
     """dK, times scale, and dV of a call, in parts in the shapes of the padded keys and values.
 

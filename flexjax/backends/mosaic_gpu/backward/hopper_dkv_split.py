@@ -44,9 +44,7 @@ KEYS_ARRIVED, VALUES_ARRIVED, PRODUCTS_DONE = 0, 1, 2  # the barriers of `SplitS
 
 
 def backward_dkv_split(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: SplitDkvTiles,
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: SplitDkvTiles
 ) -> HopperDkvOutputs[jax.Array]:
     """dK, times scale, and dV of a call, in parts in the shapes of the padded keys and values.
 

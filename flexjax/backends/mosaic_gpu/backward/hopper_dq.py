@@ -54,10 +54,7 @@ from flexjax.integers import cdiv
 
 
 def backward_dq(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: DqTiles,
-    bias: DenseBiasPlan,
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: DqTiles, bias: DenseBiasPlan
 ) -> DqOutputs[jax.Array]:
     """dQ of a call, times scale, in parts in the shape of the padded queries, and the direct gradients of `bias`.
 

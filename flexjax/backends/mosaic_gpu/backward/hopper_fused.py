@@ -87,9 +87,7 @@ class FusedOutputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 def backward_fused(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    chosen: FusedKernel,
+    call: BackwardCall, lists: VisitLists[jax.Array], chosen: FusedKernel
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dQ, dK, dV) by the fused kernel, dQ and dK times scale, in the shapes of the padded queries, keys and values.
 

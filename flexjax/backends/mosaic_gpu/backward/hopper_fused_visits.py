@@ -44,12 +44,7 @@ class QueryVisits(typing.NamedTuple, typing.Generic[Part]):
 
 
 def query_visits(
-    plan: KernelPlan,
-    lists: VisitLists[jax.Array],
-    kv_tiles: int,
-    q_tiles: int,
-    queries: int,
-    order: DqOrder | None,
+    plan: KernelPlan, lists: VisitLists[jax.Array], kv_tiles: int, q_tiles: int, queries: int, order: DqOrder | None
 ) -> QueryVisits[jax.Array]:
     """The visits of each key tile, computed before the kernel, on the host if the lists are known, else by XLA.
 

@@ -46,12 +46,7 @@ class Sums(typing.NamedTuple):
 
 
 def backward_dkv(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: MmaBackwardTiles,
-    *,
-    key: bool,
-    value: bool,
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: MmaBackwardTiles, *, key: bool, value: bool
 ) -> MmaDkvOutputs[jax.Array]:
     """Runs the dK/dV kernel: dK, times scale, and dV, padded; None for one not asked for.
 

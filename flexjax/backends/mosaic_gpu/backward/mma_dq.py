@@ -39,10 +39,7 @@ from flexjax.integers import cdiv
 
 
 def backward_dq(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: MmaBackwardTiles,
-    gradients: tuple[DirectGradient, ...],
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: MmaBackwardTiles, gradients: tuple[DirectGradient, ...]
 ) -> DqOutputs[jax.Array]:
     """Runs the dQ kernel: dQ, times scale, padded, and the direct gradients (`whole_tiles`).
 

@@ -115,10 +115,7 @@ class VisitSequence:
         return cond(step < counts.unmasked, unmasked, masked) * self.visited
 
     def each(
-        self,
-        begin: Callable[[Scalar], State],
-        step: Callable[[State, VisitNow, Carry], Carry],
-        carry: Carry,
+        self, begin: Callable[[Scalar], State], step: Callable[[State, VisitNow, Carry], Carry], carry: Carry
     ) -> Carry:
         """Makes all visits in order: calls carry = step(begin(head), visit, carry) for each; returns the last carry.
 

@@ -44,13 +44,7 @@ class Staging:
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
         """A Ref to the [query, key] matrix of head (b, h) in global memory, found by the load's leading indices."""
-        program = TileProgram(
-            self.derivative,
-            captures.score,
-            self.shape,
-            Place(b, h),
-            results=(0,),
-        )
+        program = TileProgram(self.derivative, captures.score, self.shape, Place(b, h), results=(0,))
         return captures.score[self.load.capture].at[program.scalar_values(self.load.index[:-2])]
 
     def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:

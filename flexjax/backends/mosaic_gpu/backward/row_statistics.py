@@ -125,10 +125,7 @@ def row_dots(
         StatisticsInputs(out, d_out, rounding),
         StatisticsOutputs(kernel_parts.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
         StatisticsScratch(
-            tile,
-            tile,
-            None if rounding is None else tile,
-            Barriers(arrivals=operands) if copying == "tma" else None,
+            tile, tile, None if rounding is None else tile, Barriers(arrivals=operands) if copying == "tma" else None
         ),
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,

@@ -53,10 +53,7 @@ class Tcgen05Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 def backward_dq(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: Tcgen05Tiles,
-    gradients: tuple[DirectGradient, ...],
+    call: BackwardCall, lists: VisitLists[jax.Array], tiles: Tcgen05Tiles, gradients: tuple[DirectGradient, ...]
 ) -> Tcgen05Outputs[jax.Array]:
     """Runs the dQ kernel: dQ times scale, and the direct gradients. What lies past the ends is undefined.
 
@@ -90,11 +87,7 @@ def backward_dq(
     return _launch(plan, kernel, inputs, outputs, tiles, "flexjax_backward_dq_tcgen05", q_tiles * heads)
 
 
-def backward_dkv(
-    call: BackwardCall,
-    lists: VisitLists[jax.Array],
-    tiles: Tcgen05Tiles,
-) -> Tcgen05Outputs[jax.Array]:
+def backward_dkv(call: BackwardCall, lists: VisitLists[jax.Array], tiles: Tcgen05Tiles) -> Tcgen05Outputs[jax.Array]:
     """Runs the dK/dV kernel: dK times scale, and dV. What lies past the ends is undefined.
 
     The grid has one CTA, or a pair of CTAs for two neighbouring tiles (`tiles.pairs`), for each tile of 128 keys of

@@ -152,9 +152,7 @@ class TileMath:
         plan = self.plan
 
         def program(
-            source: ir.Program | None,
-            refs: tuple[Ref, ...],
-            results: tuple[int, ...] | None = None,
+            source: ir.Program | None, refs: tuple[Ref, ...], results: tuple[int, ...] | None = None
         ) -> TileProgram | None:
             if source is None:
                 return None
@@ -302,11 +300,7 @@ class ColumnMath:
         return jnp.exp2(score * units + shift), rest
 
     def _shift(
-        self,
-        lse2: jax.Array,
-        row_term: jax.Array | None,
-        offset: jax.Array | None,
-        column_slope: jax.Array | None,
+        self, lse2: jax.Array, row_term: jax.Array | None, offset: jax.Array | None, column_slope: jax.Array | None
     ) -> jax.Array:
         """The addend of scaled scores: (row_term + offset + column_slope * c) * log2(e) - lse2 at column c."""
         math = self.rows.math

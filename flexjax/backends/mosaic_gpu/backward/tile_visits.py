@@ -157,9 +157,7 @@ class KeyTileVisits:
     queries: int  # of a visited tile
 
     def each(
-        self,
-        begin: Callable[[Scalar], State],
-        step: Callable[[State, Scalar, Scalar, Scalar, bool], None],
+        self, begin: Callable[[Scalar], State], step: Callable[[State, Scalar, Scalar, Scalar, bool], None]
     ) -> Scalar:
         """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many there were.
 

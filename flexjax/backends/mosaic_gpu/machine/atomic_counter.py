@@ -72,8 +72,8 @@ def _one_thread() -> Iterator[None]:
     # body for all 128 threads.
     elected = scf.IfOp(
         mgpu_utils.single_thread_predicate(
-            mgpu_utils.ThreadSubset.WARPGROUP,  # pyright: ignore[reportAttributeAccessIssue]
-        ),
+            mgpu_utils.ThreadSubset.WARPGROUP  # pyright: ignore[reportAttributeAccessIssue]
+        )
     )
     with ir.InsertionPoint(elected.then_block):
         yield

@@ -81,11 +81,7 @@ def _exchanged(own: list[ir.Value], lane: ir.Value) -> list[ir.Value]:
     values = list(own)
     # In two rounds lanes at distance 1 and 2 exchange the halves that the other is to have.
     for distance in (1, 2):
-        upper = arith.cmpi(
-            arith.CmpIPredicate.ne,
-            arith.andi(lane, mgpu.c(distance, lane.type)),
-            mgpu.c(0, lane.type),
-        )
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, mgpu.c(distance, lane.type)), mgpu.c(0, lane.type))
         for n in range(LANES):
             if n & distance:
                 continue

@@ -20,10 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, inline_mgpu, ptx
 from flexjax.backends.mosaic_gpu.machine.registers import TILE, lowered
-from flexjax.backends.mosaic_gpu.machine.shared_memory import (
-    COPIED_ROWS,
-    TMEM_LANES,
-)
+from flexjax.backends.mosaic_gpu.machine.shared_memory import COPIED_ROWS, TMEM_LANES
 from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.backends.mosaic_gpu.machine.warpgroup import WARPS
 

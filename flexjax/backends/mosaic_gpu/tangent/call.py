@@ -71,11 +71,7 @@ class TangentCall:
         return cls(plan, program, moving._replace(loads=program is not None and len(program.results) > 2))
 
     def inputs(
-        self,
-        setup: ForwardSetup[AnyTile],
-        given: TangentInputs,
-        unit: int = 1,
-        copying: Copying = "tma",
+        self, setup: ForwardSetup[AnyTile], given: TangentInputs, unit: int = 1, copying: Copying = "tma"
     ) -> TangentOperands[jax.Array]:
         """The operands as a kernel reads them; `unit` and `copying` as of `inputs_for`."""
         plan, operands, results, tangents = self.plan, *given[:3]
