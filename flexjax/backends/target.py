@@ -22,6 +22,8 @@ import jax
 from jax.extend.backend import get_default_device
 from jax.interpreters import mlir
 
+from flexjax.types import KernelOptions
+
 Device = jax.Device | jax.sharding.AbstractDevice
 """A device of this process or of a topology, or a description of one."""
 
@@ -80,6 +82,11 @@ def _platform(device: Device) -> str:
         return device.platform
     is_rocm = str(getattr(device, "compute_capability", "")).startswith("gfx") or device.device_kind.startswith("AMD")
     return "rocm" if is_rocm else "cuda"
+
+
+def known_device(target: Target | None, options: KernelOptions) -> Target | None:
+    """The target where kernels run on a device of known kind; None in the simulator, and where it is not known."""
+    return None if options.interpret or target is None or target.kind is None else target
 
 
 def default() -> Target:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.backends.mosaic_gpu.machine import simulator
 from flexjax.call.arguments import Arguments
 from flexjax.call.prepare import prepare
 from flexjax.plan import rewrite
@@ -171,10 +172,17 @@ def assert_results_close(made: ForwardProblem, got: Results) -> None:
 # ------------------------------------------------------------------- backward
 
 
+def run_forward(kernel: Callable[..., Results], plan: KernelPlan, operands: Operands, tile: typing.Any) -> Results:
+    """The results of `kernel(plan, operands, tile)`, where the plan says."""
+    with simulator.running(plan.options.interpret):
+        return jax.jit(lambda operands: kernel(plan, operands, tile))(operands)
+
+
 def with_extra(kernels: Callable[..., Gradients], plan: KernelPlan, given: BackwardInputs) -> Gradients:
     """The gradients by kernels that know no extra features: `kernels(plan, given)`."""
     steps = rewrite.chain(plan, extra_features.rewrite)
-    return rewrite.backward(steps, given, lambda last: kernels(rewrite.last_plan(plan, steps), last))
+    with simulator.running(plan.options.interpret):
+        return rewrite.backward(steps, given, lambda last: kernels(rewrite.last_plan(plan, steps), last))
 
 
 class BackwardProblem(typing.NamedTuple):

@@ -19,6 +19,7 @@ from flexjax.backends.mosaic_gpu.families.family import Family
 from flexjax.backends.mosaic_gpu.lowering import lowering
 from flexjax.backends.mosaic_gpu.machine.columns import WIDEST_CTA
 from flexjax.backends.mosaic_gpu.machine.reference_gpu import REFERENCE_SMS
+from flexjax.backends.mosaic_gpu.machine.simulator import running
 from flexjax.backends.mosaic_gpu.programs import support as programs_support
 from flexjax.backends.mosaic_gpu.tangent.tiles import Moving
 from flexjax.backends.target import Target
@@ -230,16 +231,19 @@ class MosaicGpu:
         return family_of(target, plan.options).describe_tangent(plan)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        results = family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
+        with running(plan.options.interpret):
+            results = family_of(target, plan.options).forward(plan, operands, target.cores or REFERENCE_SMS)
         # In a scan over layers XLA moves a kernel into the update that keeps its result for the backward pass, and runs
         # it once more for the other users of the result; not past a barrier.
         return jax.tree.map(lax.optimization_barrier, results)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
-        return family_of(target, plan.options).backward(plan, given)
+        with running(plan.options.interpret):
+            return family_of(target, plan.options).backward(plan, given)
 
     def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, jax.Array]:
-        return family_of(target, plan.options).tangent(plan, given, target.cores or REFERENCE_SMS)
+        with running(plan.options.interpret):
+            return family_of(target, plan.options).tangent(plan, given, target.cores or REFERENCE_SMS)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which one pass of the call is lowered for the target (lowering/lowering.py)."""

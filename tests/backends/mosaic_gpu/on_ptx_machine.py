@@ -142,7 +142,7 @@ def decode_outcome(name: str, how: Execution) -> str:
     from flexjax.backends.mosaic_gpu.decode import mma_tiles as decode_mma_tiles
     from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
     from tests.backends.mosaic_gpu import test_decode
-    from tests.cases.on_hopper import assert_results_close
+    from tests.cases.on_hopper import assert_results_close, run_forward
 
     start, card = time.time(), CARDS[compile_card.CARDS[CARD].capability]
     problems = {**test_decode.SIMULATED, **test_decode.SLOW}
@@ -157,7 +157,7 @@ def decode_outcome(name: str, how: Execution) -> str:
         if made is not None:
             assert_results_close(made, got)
         else:
-            want = decode_mma.forward(simulated, operands, tile)
+            want = run_forward(decode_mma.forward, simulated, operands, tile)
             for x, y in zip((got.out, got.lse), (want.out, want.lse), strict=True):
                 np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-2, atol=2e-3)
     except AssertionError as error:

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu.backward import tcgen05 as backward_tcgen05
 from flexjax.backends.mosaic_gpu.backward import tcgen05_tiles as backward_tcgen05_tiles
 from flexjax.backends.mosaic_gpu.backward.tcgen05_tiles import PAIR
+from flexjax.backends.mosaic_gpu.machine import simulator
 from flexjax.backends.mosaic_gpu.machine.columns import COLUMNS
 from flexjax.backends.mosaic_gpu.machine.shared_memory import Barriers
 
@@ -107,8 +108,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         barrier.barriers[0].arrive(thread, given.get("clock"), given.get("logging_info"))
 
     def scratch(plan: typing.Any, tiles: typing.Any, both: bool) -> typing.Any:
-        device = dataclasses.replace(plan, options=dataclasses.replace(plan.options, interpret=not tiles.pairs))
-        found = scratch_of(device, tiles, both)
+        with simulator.running(not tiles.pairs):
+            found = scratch_of(plan, tiles, both)
         return found._replace(full=Barriers(tiles.slots, arrivals=ARRIVALS)) if tiles.pairs else found
 
     monkeypatch.setattr(gpu_callbacks.TcGen05Mma, "__call__", multiply)

@@ -28,7 +28,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Sca
 from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
 from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
-from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem  # noqa: E402
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem, run_forward  # noqa: E402
 from tests.cases.small import quick_jit  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(
@@ -330,7 +330,7 @@ def run(plan: KernelPlan, operands: Operands, programs: int = 3, chunk: int = 12
 
     assert decode_hopper_tiles.decode_refuses(plan) is None
     tile = dataclasses.replace(decode_hopper_tiles.decode_tile(plan), programs=programs, chunk=chunk)
-    return jax.jit(lambda operands: decode_hopper.forward(plan, operands, tile))(operands)
+    return run_forward(decode_hopper.forward, plan, operands, tile)
 
 
 @needs_kernels

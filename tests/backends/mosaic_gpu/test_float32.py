@@ -19,7 +19,7 @@ from flexjax.backends.mosaic_gpu.machine.shared_memory import fits
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.types import KernelOptions
-from tests.cases.on_hopper import assert_gradients_close, backward_problem, causal, forward_problem, normal
+from tests.cases.on_hopper import assert_gradients_close, backward_problem, causal, forward_problem, normal, run_forward
 
 HOPPER = Target("cuda", "NVIDIA H200", "9.0", 132)
 JAX = (0, 11, 2)
@@ -68,7 +68,7 @@ def test_forward_matches_float64(name: str) -> None:
 
     made = forward_problem(**FORWARD[name])
     tile = forward_hopper_tiles.forward_tile(made.plan)
-    got = jax.jit(lambda operands: forward_hopper.forward(made.plan, operands, tile))(made.operands)
+    got = run_forward(forward_hopper.forward, made.plan, made.operands, tile)
     assert got.out.dtype == jnp.float32
     assert np.linalg.norm(np.asarray(got.out) - made.out) <= 2e-5 * np.linalg.norm(made.out)
     np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))

@@ -23,7 +23,7 @@ from flexjax.backends.target import Target
 from flexjax.backends.tile_math import LOG2E
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD, TABLE
-from tests.cases.on_hopper import ForwardProblem, assert_results_close, causal, forward_problem
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, causal, forward_problem, run_forward
 from tests.cases.parts import assert_a_part_is_not_rounded_to_16_bits
 from tests.marks import some_slow
 
@@ -88,7 +88,7 @@ def test_a_part_is_not_rounded_to_16_bits(dtype: str) -> None:
 
 def run(made: ForwardProblem, programs: int = 3, **fields: typing.Any) -> Results:
     tile = dataclasses.replace(forward_hopper_tiles.forward_tile(made.plan), programs=programs, **fields)
-    return jax.jit(lambda operands: forward_hopper.forward(made.plan, operands, tile))(made.operands)
+    return run_forward(forward_hopper.forward, made.plan, made.operands, tile)
 
 
 EVERYDAY = [name for name in FORWARD if "two CTAs," not in name]

@@ -27,7 +27,7 @@ from tests.backends.mosaic_gpu.test_decode import (
     ragged,
 )
 from tests.backends.mosaic_gpu.test_pages import QUANTISED, check_quantised
-from tests.cases.on_hopper import assert_results_close
+from tests.cases.on_hopper import assert_results_close, run_forward
 from tests.marks import some_slow
 
 
@@ -38,7 +38,7 @@ def run(
     assert decode_mma_tiles.mma_decode_refuses(plan, CARDS[card]) is None
     tile = decode_mma_tiles.mma_decode_tile(plan, CARDS[card])
     tile = dataclasses.replace(tile, programs=programs, chunk=chunk, **fields)
-    return jax.jit(lambda operands: decode_mma.forward(plan, operands, tile))(operands)
+    return run_forward(decode_mma.forward, plan, operands, tile)
 
 
 MATCHED = list(itertools.product([*SIMULATED, *SLOW], ["8.0", "8.9", "12.0"]))

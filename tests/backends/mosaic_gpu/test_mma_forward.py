@@ -13,7 +13,7 @@ from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
 from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD
-from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem, run_forward
 from tests.marks import some_slow
 
 
@@ -21,7 +21,7 @@ def run(made: ForwardProblem, card: str = "8.0", **fields: typing.Any) -> Result
     """The results of a problem with the tile of a card, or the first whose fields are these."""
     found = forward_mma_tiles.forward_candidates(made.plan, CARDS[card])
     tile = next(t for t in found if all(getattr(t, name) == value for name, value in fields.items()))
-    return jax.jit(lambda operands: forward_mma.forward(made.plan, operands, tile))(made.operands)
+    return run_forward(forward_mma.forward, made.plan, made.operands, tile)
 
 
 QUICK = ("documents", "odd lengths and dims")

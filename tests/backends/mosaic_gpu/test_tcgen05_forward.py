@@ -14,7 +14,7 @@ from flexjax.backends.mosaic_gpu.forward import tcgen05 as forward_tcgen05
 from flexjax.backends.mosaic_gpu.forward import tcgen05_tiles as forward_tcgen05_tiles
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD
-from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem
+from tests.cases.on_hopper import ForwardProblem, assert_results_close, forward_problem, run_forward
 from tests.marks import some_slow
 
 
@@ -24,7 +24,7 @@ def run(made: ForwardProblem, **fields: typing.Any) -> Results:
     programs = fields.pop("programs", 1)
     tile = next(t for t in found if all(getattr(t, name) == value for name, value in fields.items()))
     tile = dataclasses.replace(tile, programs=programs)
-    return jax.jit(lambda operands: forward_tcgen05.forward(made.plan, operands, tile))(made.operands)
+    return run_forward(forward_tcgen05.forward, made.plan, made.operands, tile)
 
 
 QUICK = ("documents", "odd lengths and dims")

@@ -81,7 +81,6 @@ def backward_dkv(
         name="flexjax_backward_dkv",
         programs=kv_tiles * plan.batch * plan.kv_heads,
         warpgroups=tiles.groups + 1,
-        simulated=plan.options.interpret,
     )
 
 

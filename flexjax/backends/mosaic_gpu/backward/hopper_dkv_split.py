@@ -78,7 +78,6 @@ def backward_dkv_split(
         name="flexjax_backward_dkv_split",
         programs=kv_tiles * plan.batch * plan.kv_heads,
         warpgroups=3,
-        simulated=plan.options.interpret,
         ctas=ctas_of(plan),
     )
 

@@ -100,7 +100,6 @@ def backward_dq(
         name="flexjax_backward_dq",
         programs=q_tiles * heads,
         warpgroups=tiles.groups + 1,
-        simulated=plan.options.interpret,
         ctas=ctas_of(plan),
     )
 

@@ -116,8 +116,7 @@ def backward_fused(
     if math.starts_at_minus_delta:  # -delta in memory, so that no thread changes a sign
         tokens = tokens._replace(stats=tokens.stats * np.array([[1.0], [-1.0]], np.float32))
     dq_shape = (setup.dq_tiles * GROUPS * ROWS, tiles.dq_columns(tokens.query.shape[-1]))
-    first_stores = chosen.ordered and not plan.options.interpret  # the first addition to a tile is a store
-    dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
+    dq_sum = jax.new_ref((lax.empty if first_stores(chosen) else jnp.zeros)(dq_shape, jnp.float32))
     ctas = kv_tiles * plan.batch * plan.kv_heads
     counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + ctas,), jnp.int32))
     d_key, d_value = launch(
@@ -130,16 +129,21 @@ def backward_fused(
         name="flexjax_backward_fused",
         programs=ctas,
         warpgroups=GROUPS + 2,
-        simulated=plan.options.interpret,
     )
     dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
-    if first_stores:  # a tile that no CTA visited was never written
+    if first_stores(chosen):  # a tile that no CTA visited was never written
         dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
     d_key, d_value = (sum_shares(plan, x, chosen.shares) for x in (d_key, d_value))
     return gather_dq(plan, setup.sums, tiles.queries, dq_tiles, tokens.query), d_key, d_value
 
 
 # ------------------------------------------------------------------- the copying and the adding warpgroup
+
+
+@device_op
+def first_stores(chosen: FusedKernel) -> bool:
+    """Whether the first addition to a tile of dQ is a store."""
+    return chosen.ordered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,6 @@ def backward_dkv(
         name="flexjax_backward_dkv" if key and value else "flexjax_backward_dk" if key else "flexjax_backward_dv",
         programs=kv_tiles * plan.batch * plan.kv_heads,
         warpgroups=tiles.groups,
-        simulated=plan.options.interpret,
     )
 
 

@@ -79,7 +79,6 @@ def backward_dq(
         name="flexjax_backward_dq",
         programs=q_tiles * heads,
         warpgroups=tiles.groups,
-        simulated=plan.options.interpret,
     )
 
 

@@ -33,9 +33,8 @@ from flexjax.backends.mosaic_gpu.backward.hopper_dq_tiles import dq_fits
 from flexjax.backends.mosaic_gpu.backward.hopper_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
 from flexjax.backends.mosaic_gpu.machine.clipped_copies import PIECE_ROWS
 from flexjax.backends.mosaic_gpu.machine.float_parts import parts_of
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, whole_tiles
 from flexjax.backends.mosaic_gpu.programs import staging
-from flexjax.integers import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -106,11 +105,9 @@ class DirectGradient:
 
     def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
         """[b, h, T', S'] and dtype of what the dQ kernel writes; b or h is 1 if the captured array lacks that axis."""
-        if plan.options.interpret:
-            return self.whole_tiles(plan), self.dtype
-        # what TMA copies: 8 queries, PIECE[1] bytes of keys; the simulator refuses copies that cross the end
-        keys = round_up(plan.kv_len, staging.PIECE[1] // self.item_bytes)
-        return (*self._leading(plan), common.padded_len(plan, "q", PIECE_ROWS), keys), self.dtype
+        # what TMA copies: 8 queries, PIECE[1] bytes of keys
+        units = dict(q=PIECE_ROWS, kv=staging.PIECE[1] // self.item_bytes)
+        return (*self._leading(plan), *(common.padded_len(plan, *unit) for unit in units.items())), self.dtype
 
     def whole_tiles(self, plan: KernelPlan) -> tuple[int, ...]:
         """`output_shape` in whole tiles and mask blocks, for a kernel that writes past the end."""
@@ -217,13 +214,10 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
 
 
 def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[jax.Array]) -> Captures[jax.Array]:
-    """The captured arrays with the staged array padded with zeros to whole tiles for the simulator."""
-    # on the device TMA fills with zeros past an end
-    if bias.staged is None or not plan.options.interpret:
+    """The captured arrays, the staged one in whole tiles."""
+    if bias.staged is None:
         return captures
-    arrays = list(captures.score)
-    array = arrays[bias.staged.capture]
-    least = (common.whole_len(plan, "q"), common.whole_len(plan, "kv"))
-    widths = [(0, max(0, n - have)) for n, have in zip(least, array.shape[-2:], strict=True)]
-    arrays[bias.staged.capture] = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + widths)
-    return captures._replace(score=tuple(arrays))
+    lengths = (common.whole_len(plan, "q"), common.whole_len(plan, "kv"))
+    staged = bias.staged.capture
+    whole = whole_tiles(captures.score[staged], lengths)
+    return captures._replace(score=(*captures.score[:staged], whole, *captures.score[staged + 1 :]))

@@ -130,6 +130,5 @@ def row_dots(
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,
         warpgroups=1,
-        simulated=plan.options.interpret,
     )
     return results.dots

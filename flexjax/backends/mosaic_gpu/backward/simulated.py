@@ -6,7 +6,24 @@ from jax import ref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward import common, hopper_fused
+from flexjax.backends.mosaic_gpu.backward.kernels import FusedKernel
+from flexjax.backends.mosaic_gpu.backward.tcgen05_tiles import Tcgen05Tiles
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+def padded_len(plan: KernelPlan, axis: str, unit: int) -> int:
+    """Whole tiles: the simulator refuses copies that cross the end."""
+    return common.whole_len(plan, axis)
+
+
+def shares_products(tiles: Tcgen05Tiles) -> bool:
+    """The simulator does not know cta_group::2: each CTA of a pair has whole tiles, and products of its own."""
+    return False
+
+
+def first_stores(chosen: FusedKernel) -> bool:
+    return False
 
 
 class Products(common.Products):

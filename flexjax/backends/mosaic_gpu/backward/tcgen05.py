@@ -129,17 +129,7 @@ def _launch(
 ) -> Tcgen05Outputs[jax.Array]:
     """Launches the kernel of (inputs, outputs, scratch) with `programs` CTAs or pairs; returns what it wrote."""
     memory = scratch(plan, tiles, both=outputs.second is not None)
-    return launch(
-        kernel,
-        inputs,
-        outputs,
-        memory,
-        name=name,
-        programs=programs,
-        warpgroups=HALVES + 1,
-        simulated=plan.options.interpret,
-        ctas=tiles.ctas,
-    )
+    return launch(kernel, inputs, outputs, memory, name=name, programs=programs, warpgroups=HALVES + 1, ctas=tiles.ctas)
 
 
 def _total(sequence: VisitSequence) -> Scalar:

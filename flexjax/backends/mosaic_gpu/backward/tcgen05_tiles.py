@@ -34,6 +34,7 @@ from flexjax.backends.mosaic_gpu.machine.shared_memory import (
     TensorTiles,
     fits,
 )
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.plan.kernel_plan import KernelPlan
 
 LARGEST_DIM = 128  # the largest padded head dim: sums of two gradients and the scores then fill tensor memory
@@ -88,11 +89,16 @@ class Tcgen05Scratch(typing.NamedTuple, typing.Generic[Part]):
     sums_full: Part  # tcgen05.commit: all products have completed
 
 
+@device_op
+def shares_products(tiles: Tcgen05Tiles) -> bool:
+    """Whether the two CTAs of a cluster issue products together."""
+    return tiles.pairs
+
+
 def scratch(plan: KernelPlan, tiles: Tcgen05Tiles, both: bool) -> Tcgen05Scratch[Description]:
     """The shared and tensor memory of a CTA; `both` for the dK/dV kernel, which sums two gradients."""
     dim, value_dim = padded_dims(plan)
-    # the simulator does not know cta_group::2: each CTA of a pair has whole tiles, and products of its own
-    pair = tiles.pairs and not plan.options.interpret
+    pair = shares_products(tiles)
     by_commit, halves = Barriers(HALVES, tcgen05=True), Barriers(HALVES, tcgen05=True, pair=pair)
     tile = OverlaidTensorTiles(
         TensorTiles((HALVES, TILE, tiles.half), "float32", pair),

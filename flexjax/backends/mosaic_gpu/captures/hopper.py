@@ -70,7 +70,6 @@ def launch_hopper(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array]) -> Ca
         name="flexjax_capture_gradient",
         programs=inputs.lists.count.shape[0],
         warpgroups=groups + 1,
-        simulated=plan.options.interpret,
         ctas=ctas,
     )
 

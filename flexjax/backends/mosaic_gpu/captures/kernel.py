@@ -17,7 +17,6 @@ the kernel for Hopper stages one.
 
 import dataclasses
 import enum
-import functools
 import typing
 from collections.abc import Callable
 
@@ -38,6 +37,7 @@ from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers, thread_
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.machine.shared_memory import Part
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place, TileOrigin
 from flexjax.backends.mosaic_gpu.programs.tile_programs import TileProgram
 from flexjax.ir import program as ir
@@ -268,22 +268,19 @@ class CaptureKernel:
 
         total   for SCATTER: a bound from above of the sum of all |g|
         """
-        execute = functools.partial(self.family.launch, self)
-        simulated, scatter = self.plan.options.interpret, self.sink is Sink.SCATTER
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
         inputs = CaptureInputs(tokens, lists, order, captures)
-        if not scatter:
-            (sums,) = execute(inputs)
-            assert sums is not None
-            return sums
-        assert total is not None
-        inputs = inputs._replace(factor=fixed_point.scale(total).reshape(1))
-        if simulated:
-            (sums,) = execute(inputs)
-            assert sums is not None
-            return sums.sum((0, 1))
+        if self.sink is Sink.SCATTER:
+            assert total is not None
+            return self._scattered(inputs._replace(factor=fixed_point.scale(total).reshape(1)), total)
+        (sums,) = self.family.launch(self, inputs)
+        assert sums is not None
+        return sums
+
+    @device_op
+    def _scattered(self, inputs: CaptureInputs[jax.Array], total: jax.Array) -> jax.Array:
         words = jax.new_ref(jnp.zeros((self.size, 2), jnp.uint32))
-        execute(inputs._replace(words=typing.cast(jax.Array, words)))
+        self.family.launch(self, inputs._replace(words=typing.cast(jax.Array, words)))
         return fixed_point.decoded(jax.freeze(words), total)
 
     def output(self, inputs: CaptureInputs[jax.Array]) -> CaptureOutputs:
@@ -292,13 +289,17 @@ class CaptureKernel:
         return CaptureOutputs(None if shape is None else kernel_parts.output(shape, self.dtype, inputs.tokens.query))
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
-        """None for SCATTER on the device, which adds to `CaptureInputs.words`."""
         shape = self.shape
         if self.sink is Sink.MATRIX:
             return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
         if self.sink is Sink.SCATTER:
-            return (lists, self.groups, self.size) if self.plan.options.interpret else None
+            return self._scatter_shape(lists)
         return (lists, shape.tile) if self.sums_over_keys else (lists, shape.tile, shape.tile)
+
+    @device_op
+    def _scatter_shape(self, lists: int) -> tuple[int, ...] | None:
+        """None: the kernel adds to `CaptureInputs.words`."""
+        return None
 
     # ------------------------------------------------------------- sums of a computing warpgroup
 

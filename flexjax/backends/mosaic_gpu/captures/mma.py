@@ -53,7 +53,6 @@ def launch_mma(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array], card: Ca
         name="flexjax_capture_gradient",
         programs=inputs.lists.count.shape[0],
         warpgroups=groups,
-        simulated=plan.options.interpret,
     )
 
 

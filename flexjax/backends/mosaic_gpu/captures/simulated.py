@@ -2,7 +2,20 @@
 
 import jax
 
+from flexjax.backends.mosaic_gpu.captures import kernel
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
+
+
+class CaptureKernel(kernel.CaptureKernel):
+    """Every warpgroup adds to an array of its own."""
+
+    def _scattered(self, inputs: kernel.CaptureInputs[jax.Array], total: jax.Array) -> jax.Array:
+        (sums,) = self.family.launch(self, inputs)
+        assert sums is not None
+        return sums.sum((0, 1))
+
+    def _scatter_shape(self, lists: int) -> tuple[int, ...] | None:
+        return (lists, self.groups, self.size)
 
 
 def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar) -> None:

@@ -14,12 +14,13 @@ from jax import lax
 
 from flexjax.backends.mosaic_gpu.decode import merge as decode_merge
 from flexjax.backends.mosaic_gpu.decode import scales as decode_scales
-from flexjax.backends.mosaic_gpu.decode.hopper_tiles import ROWS, DecodeTile
+from flexjax.backends.mosaic_gpu.decode.hopper_tiles import DecodeTile
 from flexjax.backends.mosaic_gpu.decode.intervals import has_interval, visible_interval
 from flexjax.backends.mosaic_gpu.decode.items import Work
 from flexjax.backends.mosaic_gpu.decode.setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.machine import memory
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad, pool
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.ir.fold_heads import fold_heads
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.rewrites.pack_heads import pack_rows
@@ -58,7 +59,6 @@ def launch_decode(
         name=name,
         programs=setup.items.programs,
         warpgroups=warpgroups,
-        simulated=plan.options.interpret,
     )
     live = setup.items.live(work)
     chunks = None if live is None else decode_merge.Chunks(live, setup.items.last(work, live))
@@ -94,18 +94,19 @@ def _setup(plan: KernelPlan, tile: DecodeTile, operands: Operands, key_lengths: 
     )
 
 
+@device_op
+def padded_lengths(setup: DecodeSetup) -> tuple[int, int]:
+    """(packed rows, keys) that the operands are padded to."""
+    return setup.tile.stored_rows, setup.plan.kv_len
+
+
 def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> DecodeInputs[jax.Array]:
     """The operands as the kernel reads them: head dims and packed queries padded to those of the tile."""
     plan, tile, page = setup.plan, setup.tile, setup.page
-    rows, stored = tile.stored_rows, plan.kv_len
+    rows, stored = padded_lengths(setup)
     layout, key, value = plan.layout, operands.key, operands.value
-    # the simulator does not fill in zeros past the end of an array
-    if plan.options.interpret:
-        rows, stored = ROWS, max(setup.items.stored_keys, tile.block_kv)
     if page:
-        stored, layout = page, "BTNH"
-    if page and plan.options.interpret:  # read for page numbers that are not in the cache
-        key, value = (jnp.pad(x, ((0, 1), (0, 0), (0, 0), (0, 0))) for x in (key, value))
+        stored, layout, key, value = page, "BTNH", pool(key), pool(value)
     pages: jax.Array | None = operands.pages
     if plan.cache_dtype is not None:  # as bytes: no instruction of the kernel knows 8-bit floats
         key, value = (lax.bitcast_convert_type(x, jnp.int8) for x in (key, value))

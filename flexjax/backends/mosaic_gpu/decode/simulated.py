@@ -9,9 +9,14 @@ import numpy as np
 
 from flexjax.backends.mosaic_gpu.decode.bytes import WarpSoftmax, by_warp, from_rows, numbers_of_bytes, to_rows
 from flexjax.backends.mosaic_gpu.decode.rows import ROWS
+from flexjax.backends.mosaic_gpu.decode.setup import DecodeSetup
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.machine.warpgroup import WARPS
 from flexjax.backends.tile_math import LOG2E
+
+
+def padded_lengths(setup: DecodeSetup) -> tuple[int, int]:
+    return ROWS, max(setup.items.stored_keys, setup.tile.block_kv)
 
 
 def write_merged(partial: Ref, stats: Ref, out: Ref, out_stats: Ref, large_scores: bool) -> None:

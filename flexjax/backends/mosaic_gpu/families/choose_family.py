@@ -14,7 +14,7 @@ from flexjax.backends.mosaic_gpu.families.hopper import HOPPER
 from flexjax.backends.mosaic_gpu.families.mma import Mma
 from flexjax.backends.mosaic_gpu.families.tcgen05 import Tcgen05
 from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
-from flexjax.backends.target import Target
+from flexjax.backends.target import Target, known_device
 from flexjax.types import KernelOptions
 
 CAPABILITY = "9.0"
@@ -25,7 +25,8 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
     """Why no kernels are for the target, in a sentence; None if some are, in the simulator, and where the device is not
     known.
     """
-    if options.interpret or target is None or target.kind is None:
+    target = known_device(target, options)
+    if target is None:
         return None
     on, for_cards = (" on tcgen05", tcgen05.CAPABILITIES) if options.instruction == "tcgen05" else ("", CARDS)
     kernels = f"The GPU kernels{on} are for compute capability {', '.join(for_cards)}"
@@ -41,9 +42,10 @@ def family_of(target: Target | None, options: KernelOptions) -> Family:
     of the options.
     """
     on_tcgen05 = options.instruction == "tcgen05"
-    capability, of_target = tcgen05.CAPABILITIES[0] if on_tcgen05 else CAPABILITY, target and target.capability
-    if of_target and not options.interpret and of_target in (tcgen05.CAPABILITIES if on_tcgen05 else CARDS):
-        capability = of_target
+    target = known_device(target, options)
+    capability = None if target is None else target.capability
+    if capability is None or capability not in (tcgen05.CAPABILITIES if on_tcgen05 else CARDS):
+        capability = tcgen05.CAPABILITIES[0] if on_tcgen05 else CAPABILITY
     if capability == CAPABILITY and options.instruction is None:
         return HOPPER
     return Tcgen05(CARDS[capability]) if on_tcgen05 else Mma(CARDS[capability])

@@ -172,7 +172,7 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16") -> ForwardScratch:
     """The shared memory of a CTA, for `kernel_parts.launch`; `dtype` is that of the parts of the operands."""
     # every consumer arrives when it releases a slot; the device has named barriers
-    free = lambda slots: Barriers(slots, arrivals=tile.groups, simulated=True)
+    free = lambda slots: Barriers(slots, arrivals=tile.groups, in_simulator=True)
     staged, parts = tile.staged_slots > 0, tile.parts
     out_dtype = "float32" if parts > 1 else "bfloat16" if tile.float8 else dtype
     value_tile = (sum(tile.out_widths), tile.block_kv) if tile.float8 else (tile.block_kv, tile.value_dim)

@@ -14,8 +14,9 @@ from flexjax.backends.mosaic_gpu.forward.pages import pools_for
 from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
 from flexjax.backends.mosaic_gpu.forward.tile_scheduler import MaskRows
 from flexjax.backends.mosaic_gpu.machine import memory
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import launch, output, pad, whole_tiles
 from flexjax.backends.mosaic_gpu.machine.mma_cards import Copying
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
@@ -29,7 +30,7 @@ def inputs_for(
     unit   lengths are padded to multiples of so many rows
     """
     plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
-    lengths = q_length, kv_length = _padded_lengths(setup, unit)
+    lengths = q_length, kv_length = padded_lengths(setup, unit)
     head_dim, value_dim = tile.head_dim * tile.ctas, tile.value_dim * tile.ctas
     padded = lambda x, length, dim: pad(x, plan.layout, length, dim)
     if plan.page:
@@ -38,13 +39,10 @@ def inputs_for(
         key, value = padded(operands.key, kv_length, head_dim), padded(operands.value, kv_length, value_dim)
         pages = None
     captures = lambda arrays: tuple(memory.kernel_operand(x) for x in arrays)
-    score, counter = captures(operands.score_captures), None
-    if plan.options.interpret:
-        # The simulator does not fill in zeros past the end of an array.
-        whole = None if setup.staged is None else setup.staged.capture
-        score = tuple(_whole_tiles(x, lengths) if n == whole else x for n, x in enumerate(score))
-    elif tile.dynamic_scheduler:
-        counter = typing.cast(jax.Array, jax.new_ref(tile_scheduler.new_counter(scheduler.programs)))
+    staged = None if setup.staged is None else setup.staged.capture
+    score = tuple(
+        whole_tiles(x, lengths) if n == staged else x for n, x in enumerate(captures(operands.score_captures))
+    )
     return ForwardInputs(
         query=padded(operands.query, q_length, head_dim),
         key=key,
@@ -54,7 +52,7 @@ def inputs_for(
         score=score,
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
         dropout=captures(operands.dropout_captures),
-        counter=counter,
+        counter=tile_scheduler.new_counter(scheduler.programs) if tile.dynamic_scheduler else None,
         origin=() if operands.origin is None else tuple(operands.origin),
         pages=pages,
     )
@@ -89,28 +87,17 @@ def launch_forward(
         name=name,
         programs=scheduler.programs,
         warpgroups=warpgroups,
-        simulated=plan.options.interpret,
         ctas=tile.ctas,
     )
     return _results_from(plan, outputs)
 
 
-def _padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
+@device_op
+def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
     """(queries, keys) that the operands are padded to, multiples of `unit` rows."""
-    plan, tile = setup.plan, setup.tile
-    if not plan.options.interpret:
-        # More keys than queries, as in a cache, keep their number: padding them would copy them.
-        more_keys = plan.kv_len > plan.q_len
-        return round_up(plan.q_len, unit), plan.kv_len if more_keys else round_up(plan.kv_len, unit)
-    # The simulator does not fill in zeros past the end of an array.
-    keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
-    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
-
-
-def _whole_tiles(x: jax.Array, lengths: tuple[int, int]) -> jax.Array:
-    """`x` [..., T, S] with zeros appended up to the two lengths; a longer dimension stays as it is."""
-    widths = [(0, max(0, length - size)) for length, size in zip(lengths, x.shape[-2:], strict=True)]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
+    # More keys than queries, as in a cache, keep their number: padding them would copy them.
+    queries, keys = setup.plan.q_len, setup.plan.kv_len
+    return round_up(queries, unit), keys if keys > queries else round_up(keys, unit)
 
 
 def _results_from(plan: KernelPlan, outputs: ForwardOutputs[jax.Array]) -> Results:

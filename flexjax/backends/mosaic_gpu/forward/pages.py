@@ -25,10 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.machine.branch import when
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32, pad, rows_of
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32, pad, pool, rows_of
 from flexjax.backends.mosaic_gpu.machine.mma_cards import Copying
 from flexjax.backends.mosaic_gpu.machine.mma_copies import Copies
 from flexjax.backends.mosaic_gpu.machine.shared_memory import Part
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.integers import round_up
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -74,21 +75,25 @@ def pools_for(
     plan: KernelPlan, operands: Operands, dims: tuple[int, int], copying: Copying
 ) -> tuple[jax.Array, jax.Array, KeyPages[jax.Array]]:
     """(pool of keys, pool of values, what comes beside) as a kernel reads them, with head dims padded to `dims`."""
-    pages, simulated = _key_pages(plan, operands, copying), plan.options.interpret
-    more = ((0, 1 if simulated else 0), (0, 0), (0, 0), (0, 0))
+    pages = _key_pages(plan, operands, copying)
     pools = zip((operands.key, operands.value), dims, strict=True)
     if pages.number is None:
-        # The simulator does not fill in zeros past the end of an array, so the pools have one more page of zeros.
-        length = _past_end(plan) + plan.page if simulated else plan.kv_len
-        key, value = (pad(x, plan.layout, length, dim) for x, dim in pools)
+        key, value = (pad(x, plan.layout, contiguous_len(plan), dim) for x, dim in pools)
     else:
-        key, value = (jnp.pad(pad(pool, "BTNH", pool.shape[1], dim), more) for pool, dim in pools)
+        key, value = (pool(pad(x, "BTNH", x.shape[1], dim)) for x, dim in pools)
     if pages.values is not None:
         pages = pages._replace(values=pad(pages.values, "BTNH", pages.values.shape[1], dims[1]))
     return key, value, pages
 
 
-def _past_end(plan: KernelPlan) -> int:
+@device_op
+def contiguous_len(plan: KernelPlan) -> int:
+    """The length that contiguous keys and values are padded to."""
+    return plan.kv_len
+
+
+def past_end(plan: KernelPlan) -> int:
+    """A key that begins no page of the contiguous keys."""
     return round_up(plan.kv_len, plan.page)
 
 
@@ -110,7 +115,7 @@ class PagedTile(typing.NamedTuple):
         for n in range(target.shape[0] // self.page_rows):
             place = self._place(pages, n)
             # Where nothing exists, rows past the end of the array are read, for which TMA gives zeros.
-            copied = self._rows(source, pages, place, i32(self.plan.stored_pages), i32(_past_end(self.plan)))
+            copied = self._rows(source, pages, place, i32(self.plan.stored_pages), i32(past_end(self.plan)))
             part = target.at[pl.ds(n * self.page_rows, self.page_rows)]
             if last_page is None:
                 plgpu.copy_gmem_to_smem(copied, part, full)

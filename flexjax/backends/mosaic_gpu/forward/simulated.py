@@ -6,9 +6,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.forward import hopper_barriers, hopper_consumer
 from flexjax.backends.mosaic_gpu.forward.hopper_float8 import GROUP
+from flexjax.backends.mosaic_gpu.forward.pages import past_end
+from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardSetup
 from flexjax.backends.mosaic_gpu.machine.float_parts import pairs_of
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
-from flexjax.plan.kernel_plan import FLOAT8
+from flexjax.integers import round_up
+from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
+
+
+def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
+    """Whole tiles, because the simulator does not fill in zeros past the end of an array."""
+    plan, tile = setup.plan, setup.tile
+    keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
+    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
+
+
+def contiguous_len(plan: KernelPlan) -> int:
+    """One more page of zeros, which is read past the end."""
+    return past_end(plan) + plan.page
+
+
+def new_counter(programs: int) -> jax.Array | None:
+    return None
 
 
 def _named_barrier(operation: str, number: Scalar | int, threads: int) -> None:

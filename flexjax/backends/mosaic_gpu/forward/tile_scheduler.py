@@ -280,9 +280,10 @@ class TileScheduler:
 # ------------------------------------------------------------------- the dynamic scheduler
 
 
-def new_counter(programs: int) -> jax.Array:
-    """The atomic counter, [1] int32, from `programs` on, because CTA p takes work item p first."""
-    return jnp.full((1,), programs, jnp.int32)
+@device_op
+def new_counter(programs: int) -> jax.Array | None:
+    """The atomic counter, a Ref of [1] int32, from `programs` on, because CTA p takes work item p first."""
+    return typing.cast(jax.Array, jax.new_ref(jnp.full((1,), programs, jnp.int32)))
 
 
 @device_op

@@ -14,21 +14,32 @@ from flexjax.backends.mosaic_gpu.machine.shared_memory import (
     Description,
     OverlaidTensorTiles,
     PlainArray,
+    SwizzledTiles,
     TensorTiles,
     swizzle_bytes,
 )
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 
 
-def allocated(part: Description, simulated: bool) -> object:
-    """The Pallas allocation for `part`, a description of shared or tensor memory, from which `launch` makes a Ref."""
-    if isinstance(part, Barriers | ClusterBarriers) and part.simulated and not simulated:
+@device_op
+def allocated(part: Description) -> object:
+    """The Pallas allocation for `part`, a description of shared or tensor memory, from which `launch` makes a Ref; None
+    for what is not in that memory where the kernel runs.
+    """
+    if isinstance(part, Barriers | ClusterBarriers) and part.in_simulator:
         return None
     if isinstance(part, ClusterTiles):
         return plgpu.SMEM((part.groups, math.prod(part.shape)), jnp.float32)
     if isinstance(part, ClusterBarriers):
-        if simulated:
-            return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
         return plgpu.SMEM((part.groups, 4), jnp.int32)
+    if isinstance(part, OverlaidTensorTiles):
+        # descriptions have no public type
+        return plgpu.RefUnion(allocated(part.first), allocated(part.second))  # pyright: ignore[reportArgumentType]
+    return alike(part)
+
+
+def alike(part: Barriers | TensorTiles | PlainArray | SwizzledTiles) -> object:
+    """The Pallas allocation for a description that is the same on the device and in the simulator."""
     if isinstance(part, Barriers):
         count = () if part.count is None else part.count
         if part.pair:
@@ -40,14 +51,9 @@ def allocated(part: Description, simulated: bool) -> object:
                 leader_tracked=True,
             )
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=count, orders_tensor_core=part.tcgen05)
-    if isinstance(part, TensorTiles):
-        dtype = jnp.dtype(part.dtype)
-        return plgpu.TMEM(part.shape, dtype, packed=dtype.itemsize < 4, collective=part.pair)
-    if isinstance(part, OverlaidTensorTiles):
-        both = tuple(allocated(tiles, simulated) for tiles in (part.first, part.second))
-        # In the simulator each of the two has a place of its own. Descriptions have no public type.
-        return both if simulated else plgpu.RefUnion(*both)  # pyright: ignore[reportArgumentType]
     dtype = jnp.dtype(part.dtype)
+    if isinstance(part, TensorTiles):
+        return plgpu.TMEM(part.shape, dtype, packed=dtype.itemsize < 4, collective=part.pair)
     if isinstance(part, PlainArray):
         return plgpu.SMEM(part.shape, dtype)
     return plgpu.SMEM(part.shape, dtype, transforms=swizzled(part.shape[-1], dtype.itemsize, part.swizzle))

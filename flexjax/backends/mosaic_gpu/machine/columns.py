@@ -43,5 +43,5 @@ def exchange_scratch(ctas: int, groups: int, shape: tuple[int, int]) -> Exchange
     if ctas == 1:
         return None
     return Exchange[Description](
-        ClusterTiles(groups, shape), ClusterBarriers(groups), ClusterBarriers(groups, simulated=True)
+        ClusterTiles(groups, shape), ClusterBarriers(groups), ClusterBarriers(groups, in_simulator=True)
     )

@@ -31,7 +31,7 @@ from jaxlib.mlir.dialects import nvvm
 from flexjax.backends.mosaic_gpu.machine.allocation import allocated
 from flexjax.backends.mosaic_gpu.machine.columns import COLUMNS
 from flexjax.backends.mosaic_gpu.machine.shared_memory import ClusterTiles
-from flexjax.backends.mosaic_gpu.machine.simulator import device_op, running
+from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.plan.kernel_plan import KernelPlan
 
 if typing.TYPE_CHECKING:
@@ -84,7 +84,6 @@ def launch(
     name: str,
     programs: int,
     warpgroups: int,
-    simulated: bool,
     ctas: int = 1,
 ) -> typing.Any:
     """Runs `kernel(inputs, outputs, scratch)` in every CTA and returns its results in the structure of `outputs`.
@@ -96,9 +95,10 @@ def launch(
     ctas         of a cluster, 1 or 2; with 2, a kernel reads the number of its CTA by `lax.axis_index(COLUMNS)`
     """
     shapes, structure = jax.tree.flatten(outputs)
-    in_global = [part for part in jax.tree.leaves(scratch) if simulated and isinstance(part, ClusterTiles)]
+    memory = jax.tree.map(allocated, scratch)
+    of_cluster = [part for part in jax.tree.leaves(scratch) if isinstance(part, ClusterTiles)]
+    in_global = [part for part in of_cluster if allocated(part) is None]
     buffers = [jax.ShapeDtypeStruct((programs, ctas, part.groups, *part.shape), jnp.float32) for part in in_global]
-    memory = jax.tree.map(lambda part: None if part in in_global else allocated(part, simulated), scratch)
     thread_name = "wg" if warpgroups > 1 else None
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
@@ -106,8 +106,7 @@ def launch(
 
         def run(memory: tuple) -> None:
             put = lambda part, ref: next(shared) if part in in_global else ref
-            with running(simulated):
-                kernel(inputs, jax.tree.unflatten(structure, found), jax.tree.map(put, scratch, memory))
+            kernel(inputs, jax.tree.unflatten(structure, found), jax.tree.map(put, scratch, memory))
 
         pl.run_scoped(run, memory, collective_axes=() if thread_name is None else thread_name)
 
@@ -128,7 +127,7 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=0,  # rows of a tile lie within a warp, so no sum crosses warps
         ),
-        interpret=simulator() if simulated else False,
+        interpret=interpreter(),
         name=name,
     )
     results = typing.cast(Callable[[tuple], list[jax.Array]], run)(inputs)
@@ -141,9 +140,10 @@ def overlaid(both: Ref) -> tuple[Ref, Ref]:
     return first, second
 
 
-def simulator() -> object:
-    """The parameters that make Pallas run a kernel on the CPU; they exist from jax 0.11 on."""
-    return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+@device_op
+def interpreter() -> object:
+    """What Pallas's argument `interpret` says."""
+    return False
 
 
 # ------------------------------------------------------------------- Mosaic's operations with types
@@ -304,3 +304,18 @@ def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
     widths = [(0, 0)] * 4
     widths[time], widths[3] = (0, length - x.shape[time]), (0, dim - x.shape[3])
     return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
+
+
+# On the device TMA fills with zeros past the end of an array.
+
+
+@device_op
+def whole_tiles(x: jax.Array, lengths: tuple[int, int]) -> jax.Array:
+    """`x` [..., T, S] with zeros up to at least the two lengths where a kernel reads them from memory."""
+    return x
+
+
+@device_op
+def pool(pages: jax.Array) -> jax.Array:
+    """A pool of pages, with one more of zeros where a kernel reads it for page numbers that are not in the pool."""
+    return pages

@@ -63,4 +63,4 @@ def ring_barriers(copying: Copying, slots: int, copies: int) -> Barriers | None:
 
 def meeting_barrier(groups: int) -> Barriers | None:
     """The simulator's barrier in place of the CTA's (`Copies.sync`); None for one warpgroup."""
-    return Barriers(1, arrivals=groups, simulated=True) if groups > 1 else None
+    return Barriers(1, arrivals=groups, in_simulator=True) if groups > 1 else None

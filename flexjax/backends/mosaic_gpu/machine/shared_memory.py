@@ -53,7 +53,7 @@ class Barriers:
     arrivals: int = 1
     tcgen05: bool = False  # they also order accesses to tensor memory, and tcgen05.commit may arrive
     pair: bool = False  # both CTAs of a pair arrive at the barrier of the first, which alone may wait
-    simulated: bool = False  # in the simulator alone; on the device the Ref is None
+    in_simulator: bool = False  # in the simulator alone; on the device the Ref is None
 
     bytes = 0  # part of RESERVED
 
@@ -75,7 +75,7 @@ class ClusterBarriers:
     """A barrier for each of `groups` tiles at which both CTAs of a cluster arrive (partial_sums.py)."""
 
     groups: int
-    simulated: bool = False  # in the simulator alone; on the device the Ref is None
+    in_simulator: bool = False  # in the simulator alone; on the device the Ref is None
 
     bytes = 0  # part of RESERVED
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.machine import partial_sums as sums
 from flexjax.backends.mosaic_gpu.machine import row_scales
+from flexjax.backends.mosaic_gpu.machine.allocation import alike
 from flexjax.backends.mosaic_gpu.machine.columns import COLUMNS, Exchange
 from flexjax.backends.mosaic_gpu.machine.exponential import GROUP, exp2_polynomial
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
@@ -17,10 +18,46 @@ from flexjax.backends.mosaic_gpu.machine.memory import Index, in_compute_dtype
 from flexjax.backends.mosaic_gpu.machine.mma_products import half_piece
 from flexjax.backends.mosaic_gpu.machine.registers import column_iota
 from flexjax.backends.mosaic_gpu.machine.row_scales import RowScale
-from flexjax.backends.mosaic_gpu.machine.shared_memory import COPIED_ROWS
+from flexjax.backends.mosaic_gpu.machine.shared_memory import (
+    COPIED_ROWS,
+    ClusterBarriers,
+    ClusterTiles,
+    Description,
+    OverlaidTensorTiles,
+)
 from flexjax.backends.mosaic_gpu.machine.simulator import Result
 from flexjax.backends.mosaic_gpu.machine.thread_tiles import PERIOD, SMALL_POWER, whole_power
 from flexjax.backends.mosaic_gpu.machine.warpgroup import WARPS
+
+# ------------------------------------------------------------------- the launch
+
+
+def interpreter() -> object:
+    return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]  # it exists from jax 0.11 on
+
+
+def allocated(part: Description) -> object:
+    """Tiles of a cluster lie in global memory, each of two overlaid ones in a place of its own."""
+    if isinstance(part, ClusterTiles):
+        return None
+    if isinstance(part, ClusterBarriers):
+        return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
+    if isinstance(part, OverlaidTensorTiles):
+        return alike(part.first), alike(part.second)
+    return alike(part)
+
+
+# Nothing here fills in zeros past the end of an array, so operands have what a kernel reads there.
+
+
+def whole_tiles(x: jax.Array, lengths: tuple[int, int]) -> jax.Array:
+    widths = [(0, max(0, length - size)) for length, size in zip(lengths, x.shape[-2:], strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
+
+
+def pool(pages: jax.Array) -> jax.Array:
+    return jnp.pad(pages, ((0, 1), (0, 0), (0, 0), (0, 0)))
+
 
 # ------------------------------------------------------------------- order, barriers, copies
 

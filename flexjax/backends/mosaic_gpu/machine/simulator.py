@@ -1,7 +1,7 @@
-"""Where a kernel runs, on the device or in Pallas's simulator on the CPU: `launch` says it once, and no kernel asks.
+"""Where a kernel runs, on the device or in Pallas's simulator on the CPU: a pass says it once, and no kernel asks.
 
-A function that `device_op` decorates emits instructions of the device. While `launch` traces a simulated kernel, the
-function of the same name in the file `simulated.py` of the same room runs in its place.
+A function that `device_op` decorates is for the device. While a pass is traced whose kernels are `running` in the
+simulator, the function of the same name in the file `simulated.py` of the same room runs in its place.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ DEVICE_OPS: list[Callable] = []
 
 @contextlib.contextmanager
 def running(simulated: bool) -> Iterator[None]:
-    """A context in which kernels are traced for the simulator or for the device."""
+    """A context in which a pass is traced, for the simulator or for the device."""
     token = _SIMULATED.set(simulated)
     try:
         yield
