@@ -6,8 +6,7 @@ To add a backend:
   2. `refuses(plan, target)` returns a sentence that says why the plan cannot run on the target, or None to accept it.
   3. `tile_candidates` returns tiles for autotuning; `refuses` refuses a tile of the options that cannot run.
   4. `rewrites` says which other call runs in place of a plan (plan/rewrite.py). `forward` and `backward` take the plan
-     of the last one, its operands and the target, and return what `Results` and `Gradients` document. `lowering`
-     returns a context in which they are lowered; most backends return contextlib.nullcontext().
+     of the last one, its operands and the target, and return what `Results` and `Gradients` document.
   5. Import only plan, rewrites, block_mask, trace, analysis, ir, integers, types, errors and varying, and of this
      folder base, target and tile_math; never attention, dispatch or another backend.
   6. Name it in `passes/dispatch.py`'s table, and add a thin test file that puts it through
@@ -65,11 +64,15 @@ class WorkItems(typing.NamedTuple):
 
 
 class Backend(typing.Protocol):
-    """One way to run a plan: a set of kernels, or plain JAX. `name` is what `implementation` calls it."""
+    """One way to run a plan: a set of kernels, or plain JAX. A backend derives from this class and says what differs
+    from a backend that refuses nothing and has one tile. `name` is what `implementation` calls it.
+    """
 
     name: str
-    simulates_in_jit: bool  # whether kernels simulated by `kernel_options.interpret` may be part of a jitted function
-    slow_to_lower: bool  # whether a pass takes so long to lower that its module is kept for the next equal one
+    simulates_in_jit: bool = (
+        True  # whether kernels simulated by `kernel_options.interpret` may be part of a jitted function
+    )
+    slow_to_lower: bool = False  # whether a pass takes so long to lower that its module is kept for the next equal one
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can.
@@ -78,7 +81,7 @@ class Backend(typing.Protocol):
         The target is of the backend's own platform; in the simulator it may be any. Without a target the sentence says
         why none can run the plan.
         """
-        ...
+        return None
 
     def refuses_request(self, plan: KernelPlan) -> str | None:
         """A sentence that says which product or instruction the call asks for that this backend does not know; None if
@@ -86,7 +89,7 @@ class Backend(typing.Protocol):
 
         It is not asked where the backend takes over a pass from another one.
         """
-        ...
+        return refuses_gpu_options_and_float8(self.name, plan)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
@@ -96,7 +99,7 @@ class Backend(typing.Protocol):
 
         The backend xla then computes the whole backward pass.
         """
-        ...
+        return None
 
     def refuses_tangent(
         self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None
@@ -106,11 +109,11 @@ class Backend(typing.Protocol):
 
         The backend xla then computes them.
         """
-        ...
+        return None
 
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """The steps from an accepted plan to the call that a kernel of the pass runs; () for the plan itself. Pure."""
-        ...
+        return ()
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """The tiles that flexjax.autotune times for the plan: dicts from fields of KernelOptions (block_q, ...) to
@@ -119,17 +122,17 @@ class Backend(typing.Protocol):
         autotune reads the fields of the two passes from every dict separately. The forward tile that runs without
         options comes first; so does the backward tile, except that xla gives the forward tile for both passes.
         """
-        ...
+        return []
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> object | None:
         """The tiles with which an accepted plan runs, which `flexjax.explain` prints; None if it does not say. Pure."""
-        ...
+        return None
 
     def reads(self, plan: KernelPlan, target: Target) -> WorkItems | str | None:
         """How an accepted forward pass reads keys and values, for `flexjax.explain`: the work items of a kernel for few
         queries; for other calls with keys in pages a sentence; None where there is nothing to say. Pure.
         """
-        ...
+        return None
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the last plan of `rewrites`, as Results documents it."""
@@ -144,7 +147,7 @@ class Backend(typing.Protocol):
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """A context in which a pass is lowered, for backends that change or check the MLIR module."""
-        ...
+        return contextlib.nullcontext()
 
 
 @typing.runtime_checkable
@@ -153,11 +156,11 @@ class ForwardMode(Backend, typing.Protocol):
 
     def tangent_steps(self, plan: KernelPlan, target: Target) -> Steps:
         """`rewrites` for `tangent`. Pure."""
-        ...
+        return self.rewrites(plan, target)
 
     def describe_tangent(self, plan: KernelPlan, target: Target) -> str | None:
         """The kernel of `tangent` with its tile, for `flexjax.explain`; None if there is nothing to say. Pure."""
-        ...
+        return None
 
     def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, ...]:
         """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes of these, for the last plan

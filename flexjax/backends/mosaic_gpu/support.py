@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.interpreters import mlir
 
-from flexjax.backends.base import WorkItems, rule_not_linear
+from flexjax.backends.base import ForwardMode, WorkItems, rule_not_linear
 from flexjax.backends.mosaic_gpu.families import choose_kernel, kernel_plans, texts
 from flexjax.backends.mosaic_gpu.families.choose_family import family_of, refuses_device
 from flexjax.backends.mosaic_gpu.families.family import Family
@@ -140,7 +140,7 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
     return None
 
 
-class MosaicGpu:
+class MosaicGpu(ForwardMode):
     """The Mosaic GPU backend (see backends/base.py)."""
 
     name = "mosaic_gpu"

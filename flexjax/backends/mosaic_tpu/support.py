@@ -5,11 +5,7 @@ It refuses a plan in a sentence, from the plan alone. Which captured arrays want
 compute. A plan whose mask blocks no tile fits runs with blocks of 128 tokens (rewrites/mask_blocks.py).
 """
 
-import contextlib
-
-from jax.interpreters import mlir
-
-from flexjax.backends.base import refuses_gpu_options_and_float8, rule_not_linear
+from flexjax.backends.base import Backend, rule_not_linear
 from flexjax.backends.mosaic_tpu import capture_gradients, diagonals, layouts, split_program, vmem
 from flexjax.backends.mosaic_tpu.backward import backward
 from flexjax.backends.mosaic_tpu.forward import forward
@@ -26,11 +22,10 @@ from flexjax.rewrites import join_heads, mask_blocks, pack_heads
 DIAGONAL_BYTES = 8 << 20  # bytes of VMEM that the sums along the diagonals of a head may take
 
 
-class MosaicTpuBackend:
+class MosaicTpuBackend(Backend):
     """Attention as Pallas Mosaic TPU kernels."""
 
     name = "mosaic_tpu"
-    simulates_in_jit = True
     slow_to_lower = True
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
@@ -38,9 +33,6 @@ class MosaicTpuBackend:
         if target is not None and target.automatic:
             return AUTOMATIC
         return _refusal(plan, vmem.chip_of(target))
-
-    def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_gpu_options_and_float8(self.name, plan)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
@@ -95,9 +87,6 @@ class MosaicTpuBackend:
         ]
         return ", ".join(texts)
 
-    def reads(self, plan: KernelPlan, target: Target) -> None:
-        return None
-
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the plan by the forward kernel (see Results)."""
         return forward(plan, operands, vmem.chip_of(target))
@@ -112,10 +101,6 @@ class MosaicTpuBackend:
         if reason is not None:
             raise NotImplementedError(reason)
         return backward(plan, given, chip)
-
-    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """Nothing about the lowered module changes."""
-        return contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------- refusals

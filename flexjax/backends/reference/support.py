@@ -4,16 +4,14 @@ An `implementation` sequence may name "reference" after a kernel. If the kernel 
 programs are left, and this backend runs them. Gradients are those of JAX. The whole score matrix is in memory at once.
 """
 
-import contextlib
 import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
-from flexjax.backends.base import refuses_gpu_options_and_float8
+from flexjax.backends.base import Backend
 from flexjax.backends.reference.definition import over_entries, reference_attention
 from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
@@ -31,23 +29,10 @@ from flexjax.rewrites import pages
 Array = jax.Array
 
 
-class DenseBackend:
+class DenseBackend(Backend):
     """The backend "reference" (see backends/base.py)."""
 
     name = "reference"
-    simulates_in_jit = True  # nothing is simulated
-    slow_to_lower = False
-
-    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        return None
-
-    def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_gpu_options_and_float8(self.name, plan)
-
-    def refuses_backward(
-        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
-    ) -> str | None:
-        return None
 
     def refuses_tangent(self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None) -> str:
         return "The reference has forward mode only where its mods are functions, not traced programs."
@@ -55,15 +40,6 @@ class DenseBackend:
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """Keys in pages are gathered."""
         return chain(plan, pages.gathered)
-
-    def tile_sizes(self, plan: KernelPlan, target: Target) -> None:
-        return None
-
-    def reads(self, plan: KernelPlan, target: Target) -> None:
-        return None
-
-    def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        return []
 
     def forward(
         self, plan: KernelPlan, operands: Operands, target: Target, derivative: Program | None = None
@@ -127,10 +103,6 @@ class DenseBackend:
             d_lse = d_lse + sums[0][..., 0]  # d_lse already lacks the sum that is differentiated here
         found = iter(pull((d_out.astype(results.out.dtype), d_lse, *map(jnp.ones_like, sums))))
         return Gradients.of([next(found) if want else None for want in flags])
-
-    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """Nothing about the lowered module changes."""
-        return contextlib.nullcontext()
 
 
 def _score_mod(

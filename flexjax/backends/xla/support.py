@@ -1,47 +1,25 @@
 """The xla backend: attention in plain JAX, which runs every plan on every platform."""
 
-import contextlib
-
 import jax
-from jax.interpreters import mlir
 
-from flexjax.backends.base import refuses_gpu_options_and_float8
+from flexjax.backends.base import ForwardMode
 from flexjax.backends.target import Target
 from flexjax.backends.xla import canonical, larger_blocks
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
 from flexjax.backends.xla.tangent import tangent
 from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes, tile_candidates
-from flexjax.ir.program import Program
 from flexjax.plan import invariant
-from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs, Wanted
+from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 from flexjax.plan.rewrite import Steps, chain, last_plan
 
 
-class XlaBackend:
-    """Blockwise attention as XLA loops (see backends/base.py)."""
+class XlaBackend(ForwardMode):
+    """Blockwise attention as XLA loops (see backends/base.py). It refuses no plan, gradient or tangent, and cuts a tile
+    of the options that does not fit (tile_sizes.choose_tile_sizes).
+    """
 
     name = "xla"
-    simulates_in_jit = True  # nothing is simulated
-    slow_to_lower = False
-
-    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """None: it runs every plan, and cuts a tile of the options that does not fit (tile_sizes.choose_tile_sizes)."""
-        return None
-
-    def refuses_request(self, plan: KernelPlan) -> str | None:
-        return refuses_gpu_options_and_float8(self.name, plan)
-
-    def refuses_backward(
-        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
-    ) -> str | None:
-        """None: it computes all gradients of every plan, also where another backend refuses them."""
-        return None
-
-    def refuses_tangent(
-        self, plan: KernelPlan, target: Target, moving: Wanted, derivative: Program | None
-    ) -> str | None:
-        return None
 
     def rewrites(self, plan: KernelPlan, target: Target, backward: bool = False) -> Steps:
         """Unless the target is a CPU, mask blocks are merged to larger ones, or dropped."""
@@ -76,15 +54,5 @@ class XlaBackend:
         """
         return backward(plan, given, target)
 
-    def tangent_steps(self, plan: KernelPlan, target: Target) -> Steps:
-        return self.rewrites(plan, target)
-
-    def describe_tangent(self, plan: KernelPlan, target: Target) -> None:
-        return None
-
     def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, ...]:
         return tangent(plan, given, target)
-
-    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """Nothing about the lowered module changes."""
-        return contextlib.nullcontext()
