@@ -179,9 +179,7 @@ class Returning(typing.Protocol):
 
 
 def with_aux(results: Results, arguments: Returning, lost: Array | None = None) -> Array | tuple[Array, AuxOutput]:
-    """What flex_attention and paged_attention return: out divided by the divisor of its weights, or with return_aux
-    (out, AuxOutput).
-    """
+    """out, divided by the divisor of its weights, or with return_aux (out, AuxOutput)."""
     weights, return_aux = arguments.weights, arguments.return_aux
     out, statistic = results.out, results.lse
     if isinstance(weights, Weights) and weights.divisor is not None:

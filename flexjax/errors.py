@@ -211,9 +211,7 @@ def notebook_lines(error: BaseException) -> list[str]:
 
 
 def of_call(rule: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a rule of a primitive, whose errors get the call of the keyword `problem` as a note and lose flexjax's
-    frames.
-    """
+    """Decorates a rule of a primitive, whose errors get the call of `problem` as a note and lose flexjax's frames."""
 
     @functools.wraps(rule)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

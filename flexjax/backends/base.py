@@ -163,7 +163,5 @@ class ForwardMode(Backend, typing.Protocol):
         return None
 
     def tangent(self, plan: KernelPlan, given: TangentInputs, target: Target) -> tuple[jax.Array, ...]:
-        """(tangent of out, tangent of lse) and perhaps that of expectations, in the shapes of these, for the last plan
-        of `tangent_steps`.
-        """
+        """(tangent of out, of lse) and perhaps of expectations, in their shapes, for the last of `tangent_steps`."""
         ...

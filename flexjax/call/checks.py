@@ -30,9 +30,7 @@ LAYOUTS = ("BTNH", "BNTH")
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """The sizes of a call, by the names that KernelPlan has for them; extra_dim and extra_heads are 0 without extra
-    features.
-    """
+    """The sizes of a call, named as in KernelPlan; extra_dim and extra_heads are 0 without extra features."""
 
     batch: int
     q_heads: int
@@ -46,9 +44,7 @@ class CallSizes:
 
     @property
     def of_indices(self) -> tuple[int, int, int, int]:
-        """(batch, query heads, query length, key length), above the indices b, h, q_idx and kv_idx in the arrays of the
-        call.
-        """
+        """(batch, query heads, query length, key length), above the indices b, h, q_idx and kv_idx."""
         return self.batch, self.q_heads, self.q_len, self.kv_len
 
 

@@ -119,9 +119,7 @@ def check_call(
 
 
 def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str, split: bool = False) -> None:
-    """Raises ValueError unless a call, perhaps `split` by context=, is the one for which its block mask was made with
-    `tolerance`.
-    """
+    """Raises ValueError unless its block mask was made with `tolerance` for this call, perhaps `split` by context=."""
     made = "made with tolerance for another"
     remake = "Make it with create_block_mask for this call, or pass tolerance= to flex_attention."
     instead = "Pass tolerance= to flex_attention, which takes it."

@@ -247,9 +247,7 @@ class Backward(OnDevice):
         return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
     def tangent(self, kept: Sequence[Array], tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
-        """The tangents of `kept`, out, lse and perhaps expectations, in their dtypes, from those of the operands that
-        are `moving`.
-        """
+        """The tangents of `kept`, out, lse and perhaps expectations, from those of the operands that are `moving`."""
         if self.call.method == "all_to_all":
             return self.with_method("all_gather").tangent(kept, tangents, moving)
         out, lse, *sums = kept

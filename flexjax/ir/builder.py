@@ -246,9 +246,7 @@ class Builder:
         return new
 
     def vector_at(self, atom: Atom, index: Mapping[Atom, Atom]) -> Atom:
-        """As `at`, of a vector that a Call computes, as a step that only the program that a derivative is made from
-        has.
-        """
+        """As `at`, of a vector that a Call computes, as a step of the program that a derivative is made from."""
         index = {k: new for k, new in index.items() if k != new}
         if not index:
             return atom

@@ -50,9 +50,7 @@ def linear_of(atom: Atom) -> Linear | None:
 
 
 def linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
-    """The linear form of an operation's integer result in exact arithmetic; None where an operand or the result has
-    none.
-    """
+    """The linear form of an operation's integer result in exact arithmetic; None where an operand or it has none."""
     if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
         return None
     forms = [f for f in map(linear_of, inputs) if f is not None]

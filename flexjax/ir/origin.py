@@ -47,9 +47,7 @@ NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 class Starts(typing.NamedTuple):
-    """The operands of an origin: the position of the first token of each run, int32 [rows, runs]; rows is 1 or the
-    batch.
-    """
+    """The operands of an origin: the position of the first token of each run, int32 [1 or the batch, runs]."""
 
     query: Array
     key: Array

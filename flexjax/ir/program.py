@@ -265,9 +265,7 @@ class Program:
         return any(isinstance(s, Op) and s.prim == COTANGENT for s in self.steps)
 
     def reads(self, axis: str) -> bool:
-        """Whether any step or result depends on the axis; an input that no step uses and that is no result does not
-        count.
-        """
+        """Whether any step or result depends on the axis; an unused input that is no result does not count."""
         # a value of q - kv depends on both
         wanted = {axis, "delta"} if axis in ("q", "kv") else {axis}
         found: set[str] = set(self.axes)

@@ -78,9 +78,7 @@ def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
 
 
 def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Range:
-    """The range of an operation's integer result in exact arithmetic, which may exceed the dtype (`fits`); None:
-    unknown.
-    """
+    """The range of an operation's integer result in exact arithmetic, perhaps beyond the dtype; None: unknown."""
     if not is_integer(dtype):
         return None
     if prim == "convert_element_type" and inputs[0].dtype == "bool":

@@ -49,9 +49,7 @@ def in_single_precision(programs: Sequence[Program]) -> tuple[Program, ...] | No
 
 
 def with_single_captures(program: Program) -> Program | None:
-    """The program with float32 captures whose elements it converts to float64; None if a Call takes such an array
-    whole.
-    """
+    """The program with float32 captures that it converts to float64; None if a Call takes such an array whole."""
     doubles = {i for i, c in enumerate(program.captures) if c.dtype == "float64"}
     if any(a in doubles for call in program.calls for a in call.arguments if isinstance(a, int)):
         return None

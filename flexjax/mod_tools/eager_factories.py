@@ -20,9 +20,7 @@ T = TypeVar("T")
 
 
 def eager(factory: Callable[P, T]) -> Callable[P, T]:
-    """Calls `factory` outside of transformations and meshes, unless an argument is traced or on several devices; its
-    refusals have no frames of flexjax.
-    """
+    """Calls `factory` outside of transformations and meshes, unless an argument is traced or on several devices."""
 
     @without_frames
     @functools.wraps(factory)

@@ -23,9 +23,7 @@ MOST_BYTES = 1 << 14
 
 
 def equal_array(value: ArrayLike) -> jax.Array:
-    """As `as_array`; outside of meshes equal small lists and numpy arrays give one array object, so that what was made
-    from it is found again.
-    """
+    """As `as_array`; outside of meshes equal small lists and numpy arrays give one array object, for caches."""
     if type(value) is list and value and all(type(x) is int for x in value):
         value = np.array(value)
     kind = value.dtype.kind if type(value) is np.ndarray and value.nbytes <= MOST_BYTES else ""

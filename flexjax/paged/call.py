@@ -52,9 +52,7 @@ FEW_QUERIES, MANY_QUERIES = "requests of few queries", "requests of many queries
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PagedArguments:
-    """The arguments of `paged_attention`, as its docstring explains them; nothing is checked yet. Which implementation
-    runs is no part of a plan.
-    """
+    """The arguments of `paged_attention`, unchecked. Which implementation runs is no part of a plan."""
 
     query: ArrayOrShape = dataclasses.field(kw_only=False)
     cache: PagedCache = dataclasses.field(kw_only=False)

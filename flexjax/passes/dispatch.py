@@ -157,9 +157,7 @@ Array = jax.Array
 
 
 class Run(typing.NamedTuple):
-    """The choice for a pass, and how it runs from what the call gives: through `steps`, then those of the backend, to a
-    kernel and back.
-    """
+    """The choice for a pass, and how it runs: through `steps`, then those of the backend, to a kernel and back."""
 
     backend: Backend
     plan: KernelPlan  # that the backend is asked to run, after `steps`, with measured tiles in place of options of None

@@ -172,9 +172,7 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
         raise ModError(_whole_array(next(c for c in source.calls if capture in c.arguments), "array"))
 
     def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array], result: int) -> jax.Array:
-        """A result as a function that JAX can differentiate by the score and by `leaves`, the loaded elements of
-        floating arrays.
-        """
+        """A result as a function that JAX can differentiate by the score and by `leaves`, loaded floating elements."""
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
         return evaluate_scalars(source, known, _unexpected_load, whole, result)
 
@@ -193,9 +191,7 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
     def both(
         inputs: list[jax.Array], loaded: list[jax.Array], *cotangent: jax.Array
     ) -> list[tuple[jax.Array, jax.Array, list[jax.Array]]]:
-        """(s', ds'/ds, [ds'/dl_j]) at one position, and so for each result; with the cotangent of s', cotangents in
-        place of derivatives.
-        """
+        """(s', ds'/ds, [ds'/dl_j]) of each result at one position; with the cotangent of s', cotangents instead."""
         inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
         given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
         found = []

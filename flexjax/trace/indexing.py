@@ -25,9 +25,7 @@ def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
 
 
 def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `dynamic_slice`; raises ModError if the result is an array of atoms of more than MAX_ELEMENTS
-    elements.
-    """
+    """The rule of `dynamic_slice`; ModError if the result is an array of atoms of more than MAX_ELEMENTS."""
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
     starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]

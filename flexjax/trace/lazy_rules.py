@@ -152,9 +152,7 @@ def _reshape(params: Params, shape: tuple[int, ...]) -> IndexMap:
 
 
 def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The (old dims, new dims) that a reshape maps to each other, each as short as possible; dims of length 1 are left
-    out.
-    """
+    """The (old dims, new dims) that a reshape maps to each other, as short as possible, without dims of length 1."""
     groups: list[tuple[list[int], list[int]]] = []
     a = [d for d, n in enumerate(old) if n != 1]
     b = [d for d, n in enumerate(new) if n != 1]
@@ -183,9 +181,7 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """Reads every operand at the index clamped to it; selects take the one that the index lies in, and fold for
-    literals.
-    """
+    """Reads every operand at the index clamped to it; selects take that of the index, and fold for literals."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     parts = [a for a in args if a.shape[axis]]
 

@@ -230,9 +230,7 @@ class Lift:
         return fresh
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """Copies a Python function, with copies of the contents of its closure, its defaults and the globals that it
-        uses.
-        """
+        """Copies a Python function, with its closure, its defaults and the globals that it uses."""
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
         lifted_names = any(reaches_array(v, set()) for v in names.values())

@@ -242,9 +242,7 @@ class Lowering:
         return self.builder.select(taken, atom, self.builder.unfolded(STOP_GRADIENT, atom))
 
     def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Translates a nested function (jit, remat) by its body; `//` and `%` of jax.numpy become floordiv and
-        floormod.
-        """
+        """Translates a nested function (jit, remat) by its body; jnp's `//` and `%` become floordiv and floormod."""
         jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and is_jnp_function(function, jaxpr, cast(Sequence[jax.Array], consts)):

@@ -65,9 +65,7 @@ class LazyArray:
     """An array whose elements are made as atoms when asked for, once for each index."""
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str):
-        """`too_large`: the error where all of more than MAX_ELEMENTS elements are needed, a sentence that starts with
-        "it".
-        """
+        """`too_large`: the error where all of more than MAX_ELEMENTS are needed, a sentence that starts with "it"."""
         self.shape = tuple(shape)
         self.dtype = cast(np.dtype, dtype)
         self.too_large = too_large

@@ -85,9 +85,7 @@ class DenseBackend(Backend):
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
         def results_of(*moved: Array) -> tuple[Array, ...]:
-            """out, lse and the sums of the second group of a derivative program as a function of the wanted operands
-            alone, in the order of Operands.movable.
-            """
+            """out, lse and the sums of the second group of a derivative program, of the wanted operands in order."""
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
             names = Operands._fields[:FIRST_CAPTURE]

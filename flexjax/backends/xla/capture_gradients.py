@@ -126,9 +126,7 @@ class CaptureGradients:
         return slot.kind == TILE or (slot.kind == DIAGONAL and not self.one_run)
 
     def _shape(self, slot: LoadSlot) -> tuple[int, ...]:
-        """[*counts, b, h], then by kind nothing, the queries, the keys or the differences q - kv, each padded to whole
-        blocks.
-        """
+        """[*counts, b, h], then by kind nothing, queries, keys or differences q - kv, padded to whole blocks."""
         if slot.loops and not self._like_array(slot):
             return (*slot.counts, *self._shape(dataclasses.replace(slot, loops=())))
         s = self.tiled.sizes
@@ -216,9 +214,7 @@ class CaptureGradients:
         return buffer.at[tuple(index)].add(tile, mode="drop")
 
     def _add_slices(self, plan: SlicePlan, buffer: Array, region: Region, tile: Array) -> Array:
-        """The buffer, in the padded shape of the array, with a visit's cotangents added by one dynamic slice a key
-        block.
-        """
+        """The padded buffer with a visit's cotangents added by one dynamic slice a key block."""
         names = {name for name, _ in plan.index}
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in names)
         tile = tile.sum(drop, keepdims=True) if drop else tile

@@ -106,9 +106,7 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, ...]:
     width = 2 if derivative is None else 2 + len(derivative.gradients)
 
     def visit_tile(state: tuple[Array, ...], visit: BlockVisit) -> tuple[Array, ...]:
-        """Adds to the sums over keys of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1]; of p (ts' F +
-        tF) and of p F [.., n] with expectations.
-        """
+        """Adds to the sums over keys of p r (ts' v + tv) and p ts', and of p (ts' F + tF) and p F with expectations."""
         weighted, t_lse, *sums = state
         columns = lambda x: tiled.take_columns(x, row, visit)
         raw = raw_scores(tiled, row, visit, q, qx)

@@ -22,9 +22,7 @@ CAPABILITY = "9.0"
 
 
 def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
-    """Why no kernels are for the target, in a sentence; None if some are, in the simulator, and where the device is not
-    known.
-    """
+    """Why no kernels are for the target, in a sentence; None if some are, and where the device is not known."""
     target = known_device(target, options)
     if target is None:
         return None
@@ -38,9 +36,7 @@ def refuses_device(target: Target | None, options: KernelOptions) -> str | None:
 
 
 def family_of(target: Target | None, options: KernelOptions) -> Family:
-    """The family that runs a call on the target. In the simulator, and where the device is not known or refused, that
-    of the options.
-    """
+    """The family that runs a call on the target; that of the options where the device is not known or refused."""
     on_tcgen05 = options.instruction == "tcgen05"
     target = known_device(target, options)
     capability = None if target is None else target.capability

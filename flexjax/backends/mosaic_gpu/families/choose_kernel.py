@@ -67,9 +67,7 @@ at most a quarter of its memory traffic.
 
 
 def decode_kernel(plan: KernelPlan) -> decode_hopper_tiles.DecodeTile | None:
-    """The configuration of the decode kernel for Hopper that runs the forward pass; None where the forward kernel does.
-    `plan` has the blocks of the user's block mask.
-    """
+    """The tile of the decode kernel for Hopper, for a plan with the user's blocks; None: the forward kernel runs."""
     if decode_hopper_tiles.decode_refuses(plan) or not decode_is_faster(plan):
         return None
     return _split_as_asked(plan, decode_hopper_tiles.decode_tile(plan))
@@ -89,18 +87,14 @@ def _split_as_asked(plan: KernelPlan, tile: AnyDecodeTile) -> AnyDecodeTile:
 
 
 def many_in_pages(plan: KernelPlan) -> bool:
-    """Whether keys lie in pages and the forward kernel runs, because the queries are too many for the decode kernel, as
-    in a prefill.
-    """
+    """Whether keys lie in pages and the queries are too many for the decode kernel, as in a prefill."""
     # The batch entries of a part have few queries, unless the option block_q of paged_attention asks for more, which
     # kernels then refuse.
     return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_hopper_tiles.ROWS
 
 
 def reads_pages(plan: KernelPlan) -> bool:
-    """Whether the forward kernel runs a plan with keys in pages and reads the pages in place (forward/pages.py); else
-    they are gathered.
-    """
+    """Whether the forward kernel reads keys in pages in place (forward/pages.py); else they are gathered."""
     aligned = plan.page % decode_hopper_tiles.COPY_ROWS == 0
     return many_in_pages(plan) and plan.cache_dtype is None and aligned and _kernel_reads_pages(plan)
 
@@ -131,9 +125,7 @@ def widens_pools(plan: KernelPlan) -> bool:
 
 
 def decode_is_faster(plan: KernelPlan) -> bool:
-    """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it does not
-    refuse.
-    """
+    """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it takes."""
     if plan.for_tiles:
         return False
     if plan.page or plan.options.split is not None:

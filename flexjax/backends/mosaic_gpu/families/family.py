@@ -29,9 +29,7 @@ class Family(typing.Protocol):
         ...
 
     def refuses(self, plan: KernelPlan) -> str | None:
-        """Why no kernel of a pass runs a plan whose arrays and programs kernels can take, in a sentence; None if some
-        do.
-        """
+        """Why no kernel runs a plan whose arrays and programs kernels can take, in a sentence; None if some do."""
         ...
 
     def refuses_float8(self, plan: KernelPlan) -> str | None:
@@ -51,9 +49,7 @@ class Family(typing.Protocol):
         ...
 
     def block_unit(self, plan: KernelPlan) -> int:
-        """What the sizes of blocks are multiples of, in tokens, where `blocks` returns them as they are in both
-        passes.
-        """
+        """What sizes of blocks are multiples of, in tokens, where `blocks` returns them as they are in both passes."""
         ...
 
     def candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
@@ -69,9 +65,7 @@ class Family(typing.Protocol):
         ...
 
     def describe_backward(self, plan: KernelPlan) -> str:
-        """The kernels of the backward pass for the gradients of q, k and v, with their tiles, as text: "dQ 128 x 64,
-        dK/dV 64 x 128".
-        """
+        """The kernels of the gradients of q, k and v with their tiles, as text: "dQ 128 x 64, dK/dV 64 x 128"."""
         ...
 
     def refuses_tangent(self, plan: KernelPlan, moving: Moving) -> str | None:

@@ -17,9 +17,7 @@ OUT_COLUMNS = 64
 
 
 def refuses(plan: KernelPlan) -> str | None:
-    """Why the kernel for Hopper does not multiply the float8 operands of a plan as they are, in a sentence; None if it
-    does.
-    """
+    """Why the kernel for Hopper does not multiply the float8 operands of a plan, in a sentence; None if it does."""
     if choose_kernel.decode_kernel(in_16_bits(plan)) is not None:
         return f"The decode kernel, for few queries, does not multiply {FLOAT8}."
     dims = plan.head_dim + plan.extra_dim, plan.value_dim

@@ -60,9 +60,7 @@ class Hopper:
         return choose_kernel.decode_kernel(plan) is not None
 
     def blocks(self, plan: KernelPlan, block_q: int, block_kv: int, backward: bool) -> tuple[int, int]:
-        """Those of three consumer warpgroups in a forward pass where these run (forward/hopper_three_groups.py), else
-        as they are.
-        """
+        """Those of three consumer warpgroups where these run (forward/hopper_three_groups.py), else as they are."""
         return (None if backward else hopper_three_groups.mask_blocks(plan)) or (block_q, block_kv)
 
     def block_unit(self, plan: KernelPlan) -> int:

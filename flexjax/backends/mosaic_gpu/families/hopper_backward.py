@@ -30,9 +30,7 @@ from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan
 
 
 def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
-    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others. `plan` is
-    the last of `kernel_plans.backward_steps`.
-    """
+    """The gradients of the wanted operands, None for the others; `plan`: the last of `kernel_plans.backward_steps`."""
     operands, wanted, derivative = given.operands, given.wanted, given.derivative
     d_out = given.d_out.astype(operands.query.dtype)
     stats = row_statistics(plan, given.results, d_out, given.d_lse)

@@ -27,9 +27,7 @@ def kernel_blocks(plan: KernelPlan, family: Family, backward: bool = False) -> t
 
 
 def lengths_blocks(plan: KernelPlan, family: Family, backward: bool = False) -> tuple[int, int]:
-    """(queries, keys) of the blocks that stand for lengths without a block mask, and on an axis whose mask blocks are
-    no multiples of 64.
-    """
+    """(queries, keys) of the blocks that stand for lengths where mask blocks are none or no multiples of 64."""
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
     block_kv = 128 if plan.page else block_kv  # the bits of a request do not depend on the number of its pages
     return family.blocks(plan, block_q, block_kv, backward)

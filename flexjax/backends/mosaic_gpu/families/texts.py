@@ -11,9 +11,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def work_items_text(plan: KernelPlan, decode: decode_hopper_tiles.DecodeTile) -> str:
-    """Packed rows x keys of a tile and the work items where all keys exist: "forward decode 4 x 64, 128 work items of
-    1024 keys".
-    """
+    """Packed rows x keys of a tile, and work items: "forward decode 4 x 64, 128 work items of 1024 keys"."""
     items = plan.batch * plan.kv_heads * decode_hopper_tiles.chunks(plan, decode)
     return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
 
@@ -26,9 +24,7 @@ def no_tangent_tile(plan: KernelPlan) -> str:
 
 
 def pages_before(plan: KernelPlan) -> str:
-    """How the forward kernel gets keys in pages, before its tile: "keys read in their pages, "; "" for the decode
-    kernel and other calls.
-    """
+    """ "keys read in their pages, " or how else the forward kernel gets keys in pages; "" for other calls."""
     if not choose_kernel.many_in_pages(plan):
         return ""
     if choose_kernel.reads_pages(plan):

@@ -38,9 +38,7 @@ LEAST_ENTRIES = 1 << 28
 
 
 def rewrite(plan: KernelPlan) -> Rewrite | None:
-    """The call of a forward pass with captured arrays of score_mod in float32, where that saves time; None elsewhere.
-    `plan` has the blocks that the kernel visits.
-    """
+    """The call with captured arrays of score_mod in float32, where that saves time; None elsewhere."""
     chosen = frozenset() if plan.score is None else _chosen(plan, plan.score)
     if plan.score is None or not chosen:
         return None
