@@ -3,8 +3,7 @@
 The mask program is evaluated step by step, once for all blocks, on what is known of each value: an `Interval` per block
 in place of each number and a `Truth` per block in place of each bool (interval_values.py).
 
-  point      a value of b and h alone, or of literals: one number for all entries of a block, computed by the operation
-             itself
+  point      a value of b and h alone, or of literals: one number a block, computed by the operation itself
   product    the result of a multiplication or power, which a compiler may fuse with the addition that follows
 
 The analysis is sound: it calls a block full (empty) only if the mask is True (False) for every entry. It is exact for a

@@ -123,8 +123,7 @@ def _on_devices(function: Callable[..., list[Array]], chosen: Array, bits: tuple
 def _listed(how: tuple[int, int, int, int, int, bool], chosen: Array, *bits: Array) -> list[Array]:
     """The words of choices, and the bits or the four arrays of the lists; `bits` are those of what a mask_mod shows.
 
-    how   (q_len, queries of a block of the lists, key blocks, key blocks in a block of the lists, heads that share a
-          choice, whether the lists are to be bits)
+    how   (q_len, queries of a block, key blocks, key blocks in one of the lists, heads of a choice, lists as bits)
     """
     q_len, block_q, columns, merged, share, as_bits = how
     words, union, shared = _bits(chosen, q_len, columns, block_q)

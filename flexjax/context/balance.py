@@ -2,8 +2,7 @@
 
 Every device owns the same number of blocks, so that its arrays have one shape. Three ways to share them out:
 
-    contiguous   the r-th part for device r: little traffic under windows and documents, but twice the mean work on the
-                 last device under a causal mask
+    contiguous   the r-th part for device r: little traffic under windows and documents, unequal work under causality
     zigzag       the r-th run from the front and the r-th from the back for device r, which balances a causal mask
     auto         starts from these two and exchanges equal runs of blocks between devices: first for even loads, then
                  (drawn with fixed random numbers) for less traffic

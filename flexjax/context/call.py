@@ -1,8 +1,7 @@
 """A call of flex_attention with `context=`: its checks and its plan.
 
 attention   the whole call: `build`, then `run` of primitives.py on the devices of the mesh (axes.py)
-build       checks and plans it: traces the mask for the whole sequence, and chooses how keys travel
-            (context_parallel.py)
+build       checks and plans it: traces the mask of the whole sequence, chooses how keys travel
 place       the first step of `build`: finds the mesh, the layout and how the arrays lie
 """
 

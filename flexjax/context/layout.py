@@ -44,8 +44,7 @@ class ContextLayout:
     q_len, kv_len   tokens of the sequence, without padding
     block_size      tokens of a block of queries and of a block of keys
     query_blocks    int32 [devices, blocks]: each device's blocks of queries, ascending. Blocks past the end are padding
-    key_blocks      the same for keys: the same blocks if lengths and block sizes are equal, else the r-th part for
-                    device r
+    key_blocks      the same for keys: the same blocks if lengths and block sizes are equal, else the r-th part
     rounds          how key blocks travel; None where the mask was traced
     """
 
@@ -275,8 +274,7 @@ def context_layout(
     q_len, kv_len  tokens of queries and keys, any; kv_len None: q_len. Where they and both block sizes are equal,
                    queries and keys are permuted alike; otherwise device r has the r-th part of the keys
     devices        number of devices that the sequence is split over
-    batch, heads   needed where mask_mod reads `b` or `h`: its work is the mean over them, a device receives what any
-                   needs
+    batch, heads   needed where mask_mod reads `b` or `h`: work is the mean over them, traffic what any needs
     block_size     tokens of a block, one number or (queries, keys); at most ceil(length / devices) is used
     balance        of the queries. "auto": even work for this mask, few blocks received. "contiguous": the r-th part for
                    device r. "zigzag": the r-th run from the front and the r-th from the back, for causal masks

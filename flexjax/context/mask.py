@@ -63,8 +63,7 @@ def trace_mask(
 ) -> TracedMod:
     """The mask of the whole sequence, traced; it hides what lies past the end of the sequence in the last block.
 
-    plan       before the call is split over devices. Inside shard_map its batch and heads are those of one device's
-               arrays
+    plan       before the call is split over devices; inside shard_map batch and heads are one device's
     origin     `Placed.origin` of the call (call.py), whose `whole` has the lengths in whole blocks
     reach      for warnings; None where mask_mod is of a block mask, whose own function gave them
 

@@ -5,8 +5,7 @@ rewrites move such operations to the other side, where they are computed once fo
 the new numbers fit their type:
 
     a - b < c         a < c + b            where a depends on one of q and kv alone, and b and c on the other
-    a // n < c        a < c * n            for a literal n > 0; with le and gt instead of lt and ge, c + 1 takes the
-                      place of c
+    a // n < c        a < c * n            for a literal n > 0; with le and gt, c + 1 takes the place of c
     a // n >= c       a >= c * n
 
 In the second a is affine and changes along the columns of a tile, so that kernels compare it with a constant for each

@@ -6,8 +6,7 @@ closures with the same operations and other captured values are the same program
 
     atom     an operand of a step: `Lit` (a literal) or `Val` (an input of the program or the result of a step)
     step     `Op` (elementwise primitive), `Load` (one element of a captured array), `Call` (a whole jaxpr equation,
-             such as
-             control flow that could not be unrolled; only some backends run it)
+             such as control flow that could not be unrolled; only some backends run it)
     result   an atom; a mask has one (bool), a score program one, or one plus its derivatives (trace/derivative.py)
 
 Every `Val` knows the *axes* it depends on, a subset of AXES: a value of b and h alone (a *uniform* value) is worth

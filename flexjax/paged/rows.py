@@ -3,8 +3,7 @@
 A *tile* is a batch entry with a few queries, whose number is static. Queries come in segments, and every segment begins
 a new tile; tiles left over have no query and no key. Mods get the number of the request in place of that of the tile.
 
-    ragged queries   a segment is a request. Requests of more than MANY queries have larger tiles, in a pass of their
-                     own
+    ragged queries   a segment is a request; requests of more than MANY queries have a pass with larger tiles
     shared prefix    a segment is the queries of a group of requests, each with a request and a position of its own
 """
 

@@ -12,8 +12,7 @@ after that; `backward` knows none (expectations.py). The rules:
     transpose of tangent         is backward, so that reverse mode runs forward and backward
     jvp of tangent and backward  differentiates the JAX code of the xla backend (second_order.py)
     vmap                         makes the mapped axis a part of the batch (fold_batch.py)
-    lowering                     chooses the backend, once for each platform that a program is lowered for
-                                 (primitive.py)
+    lowering                     chooses the backend, once for each platform (primitive.py)
 
 They are primitives and not custom_vjp functions because forward mode, reverse mode and their compositions must work,
 and because vmap must run one kernel and not a loop. out and lse have the names "flexjax_out" and "flexjax_lse" for

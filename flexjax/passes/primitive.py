@@ -42,8 +42,7 @@ def make_primitive(
 ) -> Primitive:
     """Makes a primitive with its evaluation, its types and its lowering; the caller registers its other rules.
 
-    function(*flat, run=, problem=, **params) -> results    its code, inlined into the program where the primitive is
-                                                            lowered
+    function(*flat, run=, problem=, **params) -> results    its code, inlined where the primitive is lowered
     shapes(avals, problem=, **params)                       types of the results, from those of the arguments
     choose(target, problem=, **params) -> Run               chooses the backend when the primitive is lowered
     """

@@ -130,8 +130,7 @@ def rewrite(plan: KernelPlan) -> Rewrite | None:
 def _operands(plan: KernelPlan, operands: Operands) -> Operands:
     """The operands of the joined call.
 
-    query, key, value   [B, T * N, 1, D], [B, S * M, 1, D] and [B, S * M, 1, E]; in pages [P, page * M, 1, D] and [P,
-                        page * M, 1, E]
+    query, key, value   [B, T * N, 1, D], [B, S * M, 1, D or E]; in pages [P, page * M, 1, D or E]
     lengths             in rows and columns
     sinks               [1, T * N], one for each row
     captured arrays     with an origin, followed by its tables of starts, which the programs read in place of the origin

@@ -1,8 +1,7 @@
 """Writes the lengths of a call as a block mask, for kernels that know block masks and no lengths.
 
     lists    without blocks past a length; a full block that straddles one becomes a partial block
-    program  mask_mod & (kv < end of the keys of b) & (q < end of the queries of b), ends as positions, captured int32
-             [B]
+    program  mask_mod & (kv < end of the keys of b) & (q < end of the queries of b); ends, int32 [B], are captured
 
 The lists have batch entries then, so that every batch entry costs its own length. Without a block mask the lists name
 all blocks of a size that the caller chooses. Slots past a length get 0, because 0 * NaN is NaN.

@@ -80,11 +80,9 @@ class Lowering:
     ):
         """Starts a translation that appends its steps to `builder`.
 
-        keep_custom        custom_jvp and custom_vjp functions and stop_gradient become steps, for a derivative; else
-                           they are inlined
+        keep_custom        custom_jvp, custom_vjp and stop_gradient become steps, for a derivative; else inlined
         inline_constants   elements of known arrays at indices of literals become literals, unless the array is traced
-        split              arrays over explicit mesh axes, which are captured in place of the array of that id
-                           (lift_numpy.py)
+        split              arrays over explicit mesh axes, captured in place of the array of that id
         again              the program is one that jax differentiates again; with `keep_custom`
         """
         self.again = again

@@ -100,8 +100,7 @@ def autotune(
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention. An array may be a jax.ShapeDtypeStruct: random numbers take its place, and full
                  lengths take the place of lengths. The first backend that accepts the call is the one that is timed
-    backward     whether tiles of the backward pass are searched too; None: unless the inputs are float8, which have no
-                 gradients
+    backward     whether to search tiles of the backward pass too; None: unless inputs are float8
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them (on a CPU to none:
                  pass `options` of the result); a path: to that file; False: to no file. Ctrl-C keeps what was measured

@@ -148,8 +148,7 @@ def time_tile(
     plan      that of the call with the candidate's tile among its options
     timed     the choice of the backend whose tile it is
     movable   indices in Operands of the arrays that get gradients
-    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first
-              untimed one
+    limit     the time of `clock` after which no further call begins; one call is timed in any case
     """
 
     def skip(reason: str) -> Trial:

@@ -163,8 +163,7 @@ class DkvKernel:
 def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with_query: bool) -> DkvGradients:
     """Runs the dk/dv kernel; what is not computed is None in the result.
 
-    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM and that no launch splits a
-                 head
+    with_query   whether to compute dq too: its sums fit VMEM, and no launch splits a head
 
     Heads are those of the folded arrays: dk and dv are not summed over heads that `fold` repeated.
     """

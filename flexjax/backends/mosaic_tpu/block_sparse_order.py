@@ -5,11 +5,9 @@ known at run time, bounds the grid. So an empty tile costs neither a grid step n
 keeps one idle visit, which writes zeros and names the tile of the visit before it, so that nothing is copied. The list
 covers the batch and head dimensions that the block mask has; those over which it broadcasts are plain grid dimensions.
 
-    rows      int32 [visits]              the tile row: (batch, head, tile) in row-major order, numbered over all
-              launches
-    packed    int32 [visits]              tile column | kind << 26 | first << 28 | last << 29 | another visit follows <<
-              30
-    bits      int32 [2 * words, visits]   for each word, the blocks of the tile that are on, then those that are full
+    rows     int32 [visits]              the tile row: (batch, head, tile) in row-major order, over all launches
+    packed   int32 [visits]              column | kind << 26 | first << 28 | last << 29 | another visit follows << 30
+    bits     int32 [2 * words, visits]   for each word, the blocks of the tile that are on, then those that are full
 
 The two bit sets exist where a tile holds several blocks of the mask; blocks are "on" if they are partial or full. Lists
 that do not fit SMEM are cut into chunks of whole tile rows; the kernel runs once a chunk, and each launch writes its

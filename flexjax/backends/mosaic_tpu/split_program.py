@@ -8,11 +8,9 @@ such an operand follows from the axes on which the value depends:
     uniform      b, h                       a scalar in SMEM
     q            q (b, h)                   a row of the tile
     kv           kv (b, h)                  a column of the tile
-    delta        q - kv (b, h)              a window of the diagonals, which the kernel spreads over the tile
-                 (diagonals.py)
+    delta        q - kv (b, h)              a window of the diagonals, which the kernel spreads (diagonals.py)
     tile         q and kv, not the score    a block: of the captured array itself where the read is a plain slice,
-                 otherwise
-                                            of an array that XLA evaluates
+                                            otherwise of an array that XLA evaluates
     score        the score                  never: the kernel computes it, or the program is refused
 
 A read of a small table (at most SMALL_TABLE elements) at an index that only the kernel knows is a gather in the kernel.

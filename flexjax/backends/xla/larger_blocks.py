@@ -4,12 +4,10 @@ On a GPU or TPU every step of a loop costs the launch of its operations, and a l
 trip to the host for each step. A block of 128 x 128 is too little work for that. So the xla backend does one of two
 things there:
 
-    one step       a call with at most ONE_STEP scores drops its block lists and computes the whole score matrix at
-                   once, masked by
+    one step       a call with at most ONE_STEP scores drops its block lists: the whole score matrix at once, masked by
                    the mask program
     larger blocks  other calls merge blocks of their block mask into blocks of LARGE (queries, keys), or of MEDIUM where
-                   every
-                   query sees few keys, as in a short window, and most of a larger block would be empty
+                   every query sees few keys, as in a short window, and most of a larger block would be empty
 
 On a CPU the blocks of the block mask stay as they are: steps cost little there, and a small tile stays in the cache.
 """

@@ -14,8 +14,7 @@ scores, "second" that of dP):
 
     dQ, dK           wait second: dP    wait first: S     write dS     | copy second     dQ or dK    | copy first
     dV               wait first: S      write P           wait second  | copy first      dV          | copy second
-    dK and dV        wait second: dP    wait first: S     write P, dS  | dV              | copy second    dK    | copy
-                     first
+    dK and dV        wait second: dP    wait first: S     write P, dS  | dV    | copy second    dK    | copy first
 """
 
 import dataclasses

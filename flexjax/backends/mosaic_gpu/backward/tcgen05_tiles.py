@@ -3,8 +3,7 @@
 A CTA owns a tile of 128 tokens of one axis and visits tiles of 128 tokens of the other, in two halves: each of two
 warpgroups computes P and dS of one half. Tensor memory holds, for head dims D and E up to 128,
 
-    S of both halves 128 columns     dP of both halves 128 columns     sums of the owned tokens' gradients D and E
-                                     columns
+    S of both halves: 128 columns    dP of both halves: 128 columns    sums of the owned gradients: D and E columns
 
 **Pairs of CTAs** (`KernelOptions(cta_pairs=True)`, cta_group::2): two CTAs of a cluster own 256 neighbouring keys and
 share each instruction of the dK/dV kernel, 256 rows high. Each has its own 128 rows of the left operand and of the
@@ -12,9 +11,8 @@ sums, and brings half of the right operand. That is half of the visited rows whe
 dim, and half of the columns where they are contracted over tokens, so a tile lies twice in halves: in as many bytes as
 once.
 
-    S, dP of half g        rows 64 g + 32 c .. 64 g + 32 c + 31 of the visited tile, all columns       c = 0, 1: the CTA
-                           of the pair
-    dV, dK                 all rows, columns c D / 2 .. (c + 1) D / 2 - 1
+    S, dP of half g    rows 64 g + 32 c .. 64 g + 32 c + 31 of the visited tile, all columns     c: the CTA, 0 or 1
+    dV, dK             all rows, columns c D / 2 .. (c + 1) D / 2 - 1
 
 At head dim 64 shared memory is not the bound, so pairs would only wait longer for each other (lab/notes/card_model.md).
 """

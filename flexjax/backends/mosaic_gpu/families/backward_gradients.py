@@ -22,12 +22,10 @@ def gradients_of(
     d_value: jax.Array | None,
     captured: tuple[jax.Array | None, ...],
 ) -> Gradients:
-    """The gradients of a call from the padded ones of its kernels, cut to its sizes, and that of the sinks; None for
-    those not wanted.
+    """The wanted gradients of a call from the padded ones of its kernels, cut to its sizes, and that of the sinks.
 
-    stats                     row statistics (backward/row_statistics.py), read for the sinks alone
-    d_query, d_key, d_value   padded; None for those that are not computed
-    captured                  of the captured arrays of score_mod, returned as they are
+    stats      row statistics (backward/row_statistics.py), read for the sinks alone
+    captured   of the captured arrays of score_mod, returned as they are
     """
     return Gradients(
         query=_cut(plan, d_query, plan.q_len, plan.head_dim, wanted.query),
@@ -41,12 +39,9 @@ def gradients_of(
 
 
 def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.Array:
-    """d sink_n = sum over batch entries and rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)), [N], in the dtype of
-    the sinks.
+    """d sink_n = sum over batch entries and rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)), [N].
 
-    stats   [B, N, 2, T'] row statistics (backward/row_statistics.py). delta is rowsum(dO * O) - d_lse; lse2 is lse
-            itself where scores may
-            be large
+    stats   [B, N, 2, T'], with delta = rowsum(dO * O) - d_lse; lse2 is lse itself where scores may be large
 
     A row that sees no key has lse = sink_n and O = 0, so it adds its d_lse. Rows past the end, and rows whose lse is
     -inf because their sink is -inf too, add nothing.
@@ -67,11 +62,8 @@ def captured_gradients(
     direct: dict[int, jax.Array],
     family: CaptureFamily,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of each captured array of score_mod, in its shape and dtype, None where it is not wanted; () without
-    a score_mod.
+    """The gradient of each captured array of score_mod, None where it is not wanted; () without a score_mod.
 
-    tokens   padded, with the row statistics
-    bias     says which array is staged
     direct   gradients that the dQ kernel wrote, by the number of the captured array (`DirectGradient.gradient`)
     family   whose kernel sums the others
     """

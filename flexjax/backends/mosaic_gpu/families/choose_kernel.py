@@ -3,7 +3,7 @@
 
     decode_kernel            the decode kernel's configuration, for few queries; None where the forward kernel runs
     mma_decode_kernel        the same on mma.sync of a card, by the same rules
-    many_in_pages .. widens_pools   how the forward kernel gets keys that lie in pages
+    many_in_pages and on     how the forward kernel gets keys that lie in pages
     forward_kernel           the forward kernel's tile and pipeline
     backward_kernels         the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     mma_backward_kernels     the tiles of the two kernels on mma.sync of a card
@@ -151,8 +151,7 @@ def backward_kernels(
     """The kernels of the backward pass of a plan, with their sizes, by the table at the top of this file.
 
     bias            dtypes of the staged array and of the gradients that the dQ kernel writes (backward/pair_bias.py)
-    all_gradients   whether dQ and one of dK, dV are asked for. If not, the caller runs of two kernels those that it
-                    needs
+    all_gradients   whether dQ and one of dK, dV are asked for; else the caller runs one of two kernels
     """
     shares = hopper_fused_choice.shares_of(plan)
     spread = hopper_fused_choice.spread(plan, shares)

@@ -3,8 +3,7 @@
     1. row statistics (backward/row_statistics.py)
     2. dQ, dK, dV: the fused kernel, or a dQ kernel and a dK/dV kernel. The dQ kernel also writes the gradients of some
        captured arrays (direct gradients, backward/pair_bias.py)
-    3. the gradients of the other captured arrays (captures/gradients.py), and that of the sinks (backward_gradients.py,
-    by XLA)
+    3. the gradients of the other captured arrays (captures/gradients.py), and that of the sinks (by XLA)
 
 The formulas are at the top of backward/common.py; choose_kernel.py decides which kernels run. Extra features are
 appended to the head dim of queries and keys before the kernels, and their gradients are cut off after them

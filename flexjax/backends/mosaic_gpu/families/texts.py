@@ -50,8 +50,7 @@ def paired(forward: Sequence[tuple[int, int, int]], backward: Sequence[tuple[int
     """A dict of fields of KernelOptions for each pair of the n-th candidates of both passes; the shorter list repeats
     its last.
 
-    forward    (block_q, block_kv, num_stages) of each; none where the decode kernel runs, whose bits may not depend on
-               what is fastest
+    forward    (block_q, block_kv, num_stages) of each; none for the decode kernel: bits may not depend on speed
     backward   (block_q_bwd, block_kv_bwd) of each
     """
     names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")

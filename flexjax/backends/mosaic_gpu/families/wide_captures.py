@@ -6,10 +6,8 @@ conversions in a step of a 64 x 128 tile, beside about 500 other instructions. T
 without, and the results have the same bits, because the conversion is exact. An array stays as it is where
 
     the program uses its elements otherwise            in arithmetic of 16 bits, or in a Call
-    no load depends on query and key                   elements are then converted once a row or column, not once an
-                                                       entry
-    it has an element for each (query, key)            a pair bias, whose bytes count (programs/staging.py,
-                                                       backward/pair_bias.py)
+    no load depends on query and key                   elements are then converted once a row or column
+    it has an element for each (query, key)            a pair bias, whose bytes count (backward/pair_bias.py)
     it takes more than MOST_BYTES in float32           the conversion would take longer
     the call has fewer than LEAST_ENTRIES              the kernels would save less than the conversion takes
 

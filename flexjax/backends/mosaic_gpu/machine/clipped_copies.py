@@ -5,18 +5,12 @@ of [rows, D] between such a tile and an array sees the array as [S / 8, D / 64, 
 raises an error otherwise. `clip_rows` replaces the copies of one kernel. The *whole rows* of the array are its first S
 // 8 * 8. Row numbers are static, but for the first of a tile.
 
-    a tile one piece wide, of at      one copy, of the array as [D / 64, S, 64]: pieces below one another are rows in
-                                      order
-      most MOST_ROWS rows
-    read, the last whole row ends it  one copy, of the whole rows
-      or comes after it
-    read, it reaches past them        its whole rows, then 8 rows of the array as [D / 64, S, 64], which is the order in
-                                      memory of one
-                                      piece. Then zeros, which TMA reads past the end of the whole rows
-      in a kernel whose tiles begin   rows / 8 copies of 8 rows each, of the array as [D / 64, S, 64]
-      at any multiple of 8 rows
-    written                           one copy to the whole rows, and 8 rows as above if the tile has some of the rows
-                                      after them
+    one piece wide, at most MOST_ROWS   one copy, of the array as [D / 64, S, 64]: pieces are rows in order
+    read, within the whole rows         one copy, of the whole rows
+    read, reaching past them            its whole rows, then 8 rows of the array as [D / 64, S, 64], the order of one
+                                        piece in memory, then zeros, which TMA reads past the end of the whole rows
+      tiles at any multiple of 8 rows   rows / 8 copies of 8 rows each, of the array as [D / 64, S, 64]
+    written                             one copy to the whole rows, and 8 rows as above for the rows after them
 
 TMA reads zeros for rows past S and counts their bytes, so the barrier expects the bytes of the whole tile. TMA writes
 no row past S; the copies of one tile are one group for `plgpu.wait_smem_to_gmem`. Nothing here is for the simulator.

@@ -6,8 +6,7 @@ others at a barrier of the CTA:
     copies.start(source, target, arrived, rows)   begins to copy a tile
     copies.commit()                               ends a group of copies: those since the last call arrive together
     copies.wait(arrived, pending)                 the oldest group has arrived, for all threads, and all have read what
-                                                  they
-                                                  read before: so a copy that starts now may overwrite it
+                                                  they read before, which a copy may overwrite from now on
     copies.sync()                                 the barrier alone
     copies.arrive(arrived, pending)               the oldest group has arrived, for all threads; others may still read
 

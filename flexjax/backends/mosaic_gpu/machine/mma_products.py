@@ -1,7 +1,6 @@
 """Products by mma.sync: left operand from shared memory or from registers, right operand from shared memory.
 
-    product_transposed(left, right)          left right^T             scores, dP: both in shared memory, D contiguous in
-                                             both
+    product_transposed(left, right)          left right^T             scores, dP: both in shared memory, D contiguous
     add_product(total, weights, right)       total + weights right    P V, dQ, dK, dV: `weights` a tile in registers
     add_half(total, weights, right, half)    the same for half of the columns, with `weights` in shared memory
 
@@ -9,8 +8,7 @@ Tiles in registers have the layout of a WGMMA accumulator (registers.py), which 
 warps of a warpgroup lie along the rows. So whatever evaluates mods on tiles serves both families, and weights that were
 computed as a tile are fragments of a left operand as they are:
 
-    mma.m16n8k16      C: rows r, r + 8; columns 2 c, 2 c + 1     A: rows r, r + 8; columns 2 c, 2 c + 1, 2 c + 8, 2 c +
-                      9
+    mma.m16n8k16    C: rows r, r + 8; columns 2 c, 2 c + 1    A: rows r, r + 8; columns 2 c + 0, 1, 8, 9
 
     lane l: r = l / 4, c = l % 4. Two neighbouring fragments of C, converted to 16 bits, are one fragment of A.
 

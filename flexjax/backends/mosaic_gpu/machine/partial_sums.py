@@ -5,8 +5,7 @@ number in the other CTA, writes by `st.async`: the element of thread t is read b
 registers. Two mbarriers go with it:
 
     full   the partner's bytes have arrived: one thread arrives and expects the bytes, `st.async` counts them
-    free   the partner has read what this CTA sent; one arrival of each warp. This CTA waits for it before it sends
-           again
+    free   the partner has read what this CTA sent, which may send again; one arrival of each warp
 
 Each CTA sends its tile before it waits for one, so they do not wait for each other in a circle. A CTA must not end
 while its partner may still write to its shared memory: `begin` and `end` are barriers of the cluster, which the
