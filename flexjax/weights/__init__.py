@@ -3,9 +3,9 @@
 The first line of a docstring is the formula of the weight of a score s. docs/weights.md has their sources side by side.
 """
 
-from flexjax.weights.linear import linear as linear
-from flexjax.weights.power import power as power
-from flexjax.weights.relu_squared import relu_squared as relu_squared
-from flexjax.weights.retention import retention as retention
-from flexjax.weights.sigmoid import sigmoid as sigmoid
-from flexjax.weights.silu import silu as silu
+from flexjax.weights.weightings import linear as linear
+from flexjax.weights.weightings import power as power
+from flexjax.weights.weightings import relu_squared as relu_squared
+from flexjax.weights.weightings import retention as retention
+from flexjax.weights.weightings import sigmoid as sigmoid
+from flexjax.weights.weightings import silu as silu
