@@ -157,7 +157,7 @@ class KernelOptions:
                    run on a GPU yet
     deterministic  True: the same inputs give the same bits. False: the backward pass may add in any order
     invariant      True: out and lse of a token do not depend on what else is in the call: other tokens, batch, chunks,
-                   pages, padding. xla on a CPU runs it; others refuse (docs/same_bits.md)
+                   pages, padding. The kernels for Hopper and xla on a CPU run it; others refuse (docs/same_bits.md)
     interpret      True: simulate the kernel of a GPU (outside of jax.jit only) or TPU on the CPU. The GPU simulator
                    needs PJRT_NPROC=32 in the environment on few cores, or it can deadlock
 

@@ -117,6 +117,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
     options = check_options(arguments.return_aux, arguments.kernel_options)
     inputs = check_inputs(arguments) if in_pages is None else in_pages.inputs
     sizes = inputs.sizes
+    given_origin = arguments.origin
     arguments, documents = by_documents(arguments, sizes.batch, sizes.q_len, sizes.kv_len)
     return_aux = arguments.return_aux
     weights = check_weights(arguments.weights, arguments.sinks, return_aux, inputs.dtype)
@@ -151,7 +152,10 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         elif weights is not None:
             score_mod = _weighted(score_mod, weights.function)
     scale = 1.0 if isinstance(scale, Array) else scale
-    score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype, reach, 1 + len(functions))
+    traced_for = invariant.sizes_of_score(sizes) if options.invariant else sizes
+    score = (
+        None if score_mod is None else trace_score_mod(score_mod, traced_for, score_dtype, reach, 1 + len(functions))
+    )
     if score is not None and jnp.dtype(inputs.dtype).itemsize <= 2:
         score = _in_single_precision(score)
     if score is not None and score.is_identity and weights is None and not functions:
@@ -199,6 +203,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
         expectations=len(functions),
         crowded=len(functions) > 0,
+        keys_begin_elsewhere=in_pages is None and _begin_elsewhere(given_origin, origin),
     )
     if options.invariant and (why := invariant.refuses(plan)) is not None:
         raise NotImplementedError(why)
@@ -254,6 +259,13 @@ def _origin(
             "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
         )
     return origin
+
+
+def _begin_elsewhere(given: object, origin: OriginTable | None) -> bool:
+    """Whether keys of a call may be numbered from elsewhere than the first: by a key origin, or in documents."""
+    if isinstance(given, Origin):
+        return given.documents is not None or not (isinstance(given.key, int) and given.key == 0)
+    return origin is not None and origin.starts is not None
 
 
 def _in_single_precision(traced: TracedMod) -> TracedMod:

@@ -381,7 +381,8 @@ def _choice(call: PreparedCall, implementation: tuple[str, ...] | None, target: 
     if tiles is not None:
         lines.append(f"  tiles: {tiles}")
     documents = call.operands.documents is not None or call.plan.page > 0
-    lines.append(f"  {invariant.describe(run.backend.name, run.plan, target.platform, documents)}")
+    refusal = dispatch.refuses(run.backend, invariant.as_invariant(run.plan), target)
+    lines.append(f"  {invariant.describe(run.backend.name, run.plan, refusal, documents)}")
     steps = [step.why for step in run.every_step()]
     lines += [f"  {why}" for why in steps]
     if call.plan.float8:

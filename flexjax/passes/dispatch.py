@@ -124,13 +124,13 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
     refuse the plan on every target decides: None if it has kernels for a GPU or TPU, else its name. Raises
     NotImplementedError with each refusal if no backend accepts the plan on any target.
     """
-    if implementation is None and _refuses(backend("xla"), float8.in_16_bits(plan), None) is None:
+    if implementation is None and refuses(backend("xla"), float8.in_16_bits(plan), None) is None:
         return None
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
-        why = _refuses(backend(name), plan, None)
+        why = refuses(backend(name), plan, None)
         if why is not None and plan.float8:
-            why = _refuses(backend(name), float8.in_16_bits(plan), None)
+            why = refuses(backend(name), float8.in_16_bits(plan), None)
         if why is None:
             return None if name in PLATFORMS else name
         refusals.append((name, why + _no_device(name, plan)))
@@ -290,10 +290,10 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
                 f"The program is lowered for the platform {platform} without a device, so its kind is unknown. Lower "
                 f"it with arguments or a mesh on such a device or on its topology, or pass implementation={name!r}."
             )
-    return _refuses(backend(name), plan, target)
+    return refuses(backend(name), plan, target)
 
 
-def _refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
+def refuses(backend: Backend, plan: KernelPlan, target: Target | None) -> str | None:
     why = invariant.refuses_backend(backend.name, plan, None if target is None else target.platform)
     return why or backend.refuses_request(plan) or backend.refuses(plan, target)
 

@@ -129,6 +129,8 @@ class KernelPlan:
     crowded: bool = False
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
+    # keys of an invariant call may be numbered from elsewhere than the first of the array: origin.key, documents
+    keys_begin_elsewhere: bool = False
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
@@ -168,6 +170,11 @@ class KernelPlan:
         """
         # max_scores must be the largest score itself; small weights in float16 are subnormal and lose bits
         return self.exact_captures and self.dtype == "bfloat16" and not self.max_scores
+
+    @property
+    def whole_references(self) -> bool:
+        """Whether softmax references are whole powers of two in the forward pass."""
+        return self.rounds_weights_alike or self.options.invariant
 
     @property
     def lse_without_keys(self) -> float:

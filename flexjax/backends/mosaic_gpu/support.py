@@ -55,6 +55,8 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         return f"The GPU kernels compute at most {MOST_EXPECTATIONS} expectations, not {plan.expectations}."
     family, device = family_of(target, plan.options), refuses_device(target, plan.options)
     version = version or jax.__version_info__[:3]
+    if plan.options.invariant and (why := family.refuses_invariant(plan)) is not None:
+        return why
     if plan.page and not choose_kernel.many_in_pages(plan):
         reason = family.refuses_decode(plan)
         if reason is not None:

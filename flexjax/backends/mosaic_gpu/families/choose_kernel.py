@@ -90,7 +90,8 @@ def many_in_pages(plan: KernelPlan) -> bool:
     """Whether keys lie in pages and the queries are too many for the decode kernel, as in a prefill."""
     # The batch entries of a part have few queries, unless the option block_q of paged_attention asks for more, which
     # kernels then refuse.
-    return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_hopper_tiles.ROWS
+    many = plan.options.invariant or plan.q_len * plan.group > decode_hopper_tiles.ROWS
+    return plan.page > 0 and not plan.partial and many
 
 
 def reads_pages(plan: KernelPlan) -> bool:
@@ -126,7 +127,7 @@ def widens_pools(plan: KernelPlan) -> bool:
 
 def decode_is_faster(plan: KernelPlan) -> bool:
     """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it takes."""
-    if plan.for_tiles:
+    if plan.for_tiles or plan.options.invariant:
         return False
     if plan.page or plan.options.split is not None:
         return True

@@ -32,6 +32,12 @@ class Family(typing.Protocol):
         """Why no kernel runs a plan whose arrays and programs kernels can take, in a sentence; None if some do."""
         ...
 
+    def refuses_invariant(self, plan: KernelPlan) -> str | None:
+        """Why no kernel runs an invariant plan in the canonical order (plan/invariant.py), in a sentence; None if one
+        does.
+        """
+        ...
+
     def refuses_float8(self, plan: KernelPlan) -> str | None:
         """Why no kernel multiplies the float8 operands of a plan as they are, in a sentence; None if one does."""
         ...

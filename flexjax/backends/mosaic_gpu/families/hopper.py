@@ -22,6 +22,7 @@ from flexjax.backends.mosaic_gpu.forward import hopper_tiles as forward_hopper_t
 from flexjax.backends.mosaic_gpu.machine.columns import ctas_of
 from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, Moving, TangentTile, tangent_tiles
 from flexjax.backends.target import Target
+from flexjax.plan import invariant
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
 
@@ -50,6 +51,17 @@ class Hopper:
             return f"No tile of the dQ kernel fits {plan.dtype} head dims {plan.head_dim} and {plan.value_dim}{asked}."
         return reason
 
+    def refuses_invariant(self, plan: KernelPlan) -> str | None:
+        dim = max(plan.head_dim, plan.value_dim)
+        limits = {
+            f"bfloat16 and float16, not {plan.dtype}": plan.dtype not in ("bfloat16", "float16"),
+            f"head dims up to 256, not {dim}": dim > 256,
+            f"at most {invariant.SPLIT} keys, not {plan.kv_len}": plan.kv_len > invariant.SPLIT,
+            "neither origin.key nor origin.documents": plan.keys_begin_elsewhere,
+        }
+        found = [text for text, over in limits.items() if over]
+        return f"With kernel_options.invariant the GPU kernels take {found[0]}." if found else None
+
     def refuses_float8(self, plan: KernelPlan) -> str | None:
         return float8_support.refuses(plan)
 
@@ -61,7 +73,11 @@ class Hopper:
 
     def blocks(self, plan: KernelPlan, block_q: int, block_kv: int, backward: bool) -> tuple[int, int]:
         """Those of three consumer warpgroups where these run (forward/hopper_three_groups.py), else as they are."""
-        return (None if backward else hopper_three_groups.mask_blocks(plan)) or (block_q, block_kv)
+        own = None if backward else hopper_three_groups.mask_blocks(plan)
+        if plan.options.invariant and not backward:
+            keys = forward_hopper_tiles.invariant_keys(plan)
+            block_kv = block_kv if block_kv % keys == 0 else keys
+        return own or (block_q, block_kv)
 
     def block_unit(self, plan: KernelPlan) -> int:
         return 64

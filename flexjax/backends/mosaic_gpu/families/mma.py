@@ -62,6 +62,9 @@ class Mma:
             )
         return backward_mma_tiles.refuses(kernel_plan(given, self, backward=True), self.card)
 
+    def refuses_invariant(self, plan: KernelPlan) -> str:
+        return f"{self.kernels} have no canonical order (kernel_options.invariant) yet; those for Hopper do."
+
     def refuses_float8(self, plan: KernelPlan) -> str | None:
         return f"Only the kernel for Hopper multiplies {FLOAT8}."
 

@@ -204,6 +204,8 @@ class QueryTile(QueryRows[ForwardTile]):
 
         step    (step number, (first key of its tile, *carry), phase) -> (first key of the next step's tile, *carry)
         """
+        if self.setup.scheduler.in_order and self.setup.has_masked_steps:
+            return self._loops_in_order(step, begin, carry)
         first, masked = i32(begin), lax.max(self.item.unmasked, i32(begin))
         starts = [self.start(n, phase) for n, phase in ((first, Phase.UNMASKED), (masked, Phase.MASKED))]
         carry = lax.fori_loop(first, masked, functools.partial(step, phase=Phase.UNMASKED), (starts[0], *carry))
@@ -211,6 +213,21 @@ class QueryTile(QueryRows[ForwardTile]):
             carry = (starts[1], *carry[1:])
             carry = lax.fori_loop(masked, self.item.total, functools.partial(step, phase=Phase.MASKED), carry)
         return carry[1:]
+
+    def _loops_in_order(self, step: Callable[..., tuple], begin: int, carry: tuple) -> tuple:
+        """`_loops` for steps whose unmasked and masked ones come in runs, by a pair of loops for each pair of runs."""
+        scheduler, rows, item = self.setup.scheduler, self.inputs.mask_rows, self.item
+
+        def two_runs(state: tuple) -> tuple:
+            n, *carry = state
+            for phase in (Phase.UNMASKED, Phase.MASKED):
+                end = scheduler.run_end(rows, item, n, phase is Phase.MASKED)
+                carry = (self.start(n, phase), *carry)
+                _, *carry = lax.fori_loop(n, end, functools.partial(step, phase=phase), carry)
+                n = end
+            return n, *carry
+
+        return lax.while_loop(lambda state: state[0] < item.total, two_runs, (i32(begin), *carry))[1:]
 
     def _whole_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
         """S, softmax and P V of step n; carry: (first key of the step's tile, output, softmax state)."""

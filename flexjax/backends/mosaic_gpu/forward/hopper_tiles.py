@@ -254,7 +254,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
         if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
         for keys in (
-            (64,)
+            (invariant_keys(plan),)
+            if plan.options.invariant
+            else (64,)
             if ctas > 1
             else (64, 128)
             if (size == 256 and not plan.float8) or crowded or (parts > 1 and size == 128)
@@ -271,6 +273,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 tile = dataclasses.replace(
                     tile, parts=parts, ctas=ctas, float8=plan.float8, **_pipeline_defaults(plan, size, groups)
                 )
+                if plan.options.invariant:  # what changes bits follows from the score program alone
+                    scored = plan.score is not None and static_reference(plan) is None
+                    tile = dataclasses.replace(tile, lazy_rescale=True, reverse_kv=scored)
                 if plan.float8:
                     tile = dataclasses.replace(tile, sum_columns=SUM_COLUMNS)
                 if ctas > 1:
@@ -285,6 +290,11 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     if plan.q_len <= 64 and plan.options.block_q is None:
         found.sort(key=lambda t: t.groups != 1)
     return tuple(dict.fromkeys(found))
+
+
+def invariant_keys(plan: KernelPlan) -> int:
+    """Keys of a tile of an invariant call, which are a part of its bits: whatever fits beside them, by head dims."""
+    return 64 if max(plan.head_dim, plan.value_dim) > 128 else 128
 
 
 def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:

@@ -48,7 +48,9 @@ def inputs_for(
         key=key,
         value=value,
         sinks=operands.sinks,
-        mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
+        mask_rows=MaskRows(
+            scheduler.order(operands.lists), tile_scheduler.flat(operands.lists), scheduler.visits(operands.lists)
+        ),
         score=score,
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
         dropout=captures(operands.dropout_captures),

@@ -51,6 +51,8 @@ class State(typing.NamedTuple):
     total: jax.Array
     # like `total`, of the exponentials times each function whose expectation is asked for
     sums: tuple[jax.Array, ...] = ()
+    # the largest score of each row as a reference, where `base` lags behind and it is a result
+    top: jax.Array | None = None
 
 
 class Rescale(typing.NamedTuple):
@@ -74,6 +76,8 @@ class Softmax:
     whole_powers: bool = False
     # of which expectations are asked for
     functions: int = 0
+    # the largest score of a row is a result, and `base` may lag behind it
+    follows_top: bool = False
 
     # `step` reads `Scaled.tile` alone, which is the whole score
     takes_whole_scores: typing.ClassVar[bool] = False
@@ -88,7 +92,8 @@ class Softmax:
     @property
     def start(self) -> State:
         sums = tuple(self._row_vector(0.0) for _ in range(self.functions))
-        return State(self._row_vector(self.first_reference), self._row_vector(0.0), sums)
+        top = self._row_vector(LOWEST_REFERENCE) if self.follows_top else None
+        return State(self._row_vector(self.first_reference), self._row_vector(0.0), sums, top)
 
     @property
     def no_rescale(self) -> Rescale:
@@ -131,6 +136,12 @@ class Softmax:
             top = top + row_term * f32(LOG2E)
             top = top - self._fraction(row_term) if self.whole_powers else top
         return jnp.where(total == f32(0), f32(-math.inf), top), total
+
+    def largest(self, state: State, row_term: jax.Array | None, top: jax.Array) -> jax.Array:
+        """The largest score of each row as a reference, -inf without visible scores; `top` is that of `finish`."""
+        if state.top is None:
+            return top
+        return dataclasses.replace(self, whole_powers=False).finish(state._replace(base=state.top), row_term)[0]
 
     def unit(self, state: State) -> jax.Array | None:
         """[rows], what makes the exponentials relative to the reference after the last tile; None for 1."""
@@ -176,6 +187,33 @@ class Softmax:
         # in the exponent, so that `finish` adds an integer: `row_term` counts from a tile's first row, kernels differ
         power = row_term * f32(LOG2E)
         return tile_math.power_below(power, tile_math.rounded_up(power))
+
+    def _maxima(
+        self, scores: Scaled, log2_factor: np.float32
+    ) -> tuple[jax.Array, np.float32, jax.Array | None, jax.Array | None]:
+        """(maxima of a tile over columns that are PERIOD apart, [rows, PERIOD], the factor and the scalar addend that
+        make powers of two of them, `scores.offset` in powers of two), without `row_term`.
+        """
+        largest = thread_tiles.maximum_by_column(scores.tile)
+        if scores.narrow_factor is not None:  # positive: the largest product with one of them has the largest score
+            largest = largest * scores.narrow_factor
+        offset = scores.offset
+        if offset is not None:
+            offset = thread_tiles.times(offset, f32(LOG2E)) if offset.ndim else offset * f32(LOG2E)
+        if scores.column_slope is not None:
+            row = self._row_vector(0.0) + (f32(0) if offset is None else offset)
+            return largest * log2_factor + self._row_plus_slope(row, scores.column_slope), f32(1), None, offset
+        if offset is not None and offset.ndim:
+            spread = registers.broadcast_vector(offset, "row", (self.shape[0], thread_tiles.PERIOD))
+            return largest * log2_factor + spread, f32(1), None, offset
+        return largest, log2_factor, offset, offset
+
+    def _top(self, largest: jax.Array, factor: np.float32, addend: jax.Array | None, state: State) -> jax.Array | None:
+        """`State.top` after a tile, from what `_maxima` gives; the addend may be [rows]."""
+        if state.top is None:
+            return None
+        own = largest.max(axis=1) * factor
+        return jnp.maximum(state.top, own if addend is None else own + addend)
 
     def _exponentials(
         self, scores: Scaled, log2_factor: np.float32, shift: jax.Array | np.float32, subtract: bool = True
@@ -224,8 +262,16 @@ class StaticReference(Softmax):
         if scores.row_term is not None and scores.offset is not None:
             shift = shift - (scores.row_term + scores.offset) * f32(LOG2E)
         subtract = self.reference != 0.0 or scores.row_term is not None
-        p = self._exponentials(scores, f32(LOG2E * scores.factor), shift, subtract)
-        return p, self.no_rescale, State(state.base, self._total(state, p, None))
+        log2_factor = f32(LOG2E * scores.factor)
+        top = None
+        if state.top is not None:
+            largest, factor, addend, _ = self._maxima(scores, log2_factor)
+            if scores.row_term is not None:
+                row = scores.row_term * f32(LOG2E)
+                addend = row if addend is None else addend + row
+            top = self._top(largest, factor, addend, state)
+        p = self._exponentials(scores, log2_factor, shift, subtract)
+        return p, self.no_rescale, State(state.base, self._total(state, p, None), top=top)
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
         return out
@@ -256,24 +302,13 @@ class RunningMaximum(Softmax):
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
         """See Softmax; the exponentials are without `row_term`, or with `whole_powers` without its `_fraction`."""
         log2_factor = f32(LOG2E * scores.factor)
-        largest = thread_tiles.maximum_by_column(scores.tile)
-        if (
-            scores.narrow_factor is not None
-        ):  # positive factors: the largest product with one of them has the largest score
-            largest = largest * scores.narrow_factor
-        offset = None if scores.offset is None else scores.offset * f32(LOG2E)
-        if scores.column_slope is None:
-            base, rescale = self._follow_maximum(largest, log2_factor, offset, state.base)
-        else:
-            largest = largest * log2_factor + self._row_plus_slope(
-                self._row_vector(0.0) + (f32(0) if offset is None else offset), scores.column_slope
-            )
-            base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        largest, factor, addend, offset = self._maxima(scores, log2_factor)
+        base, rescale, top = self._follow_maximum(largest, factor, addend, state)
         shift = base if offset is None else base - offset
         if scores.row_term is not None and self.whole_powers:
             shift = shift - self._fraction(scores.row_term)
         p = self._exponentials(scores, log2_factor, shift)
-        return p, rescale, State(base, self._total(state, p, rescale))
+        return p, rescale, State(base, self._total(state, p, rescale), top=top)
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
         """See Softmax."""
@@ -283,15 +318,16 @@ class RunningMaximum(Softmax):
         return out * registers.broadcast_vector(rescale.factor, "row", out.shape)
 
     def _follow_maximum(
-        self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, base: jax.Array
-    ) -> tuple[jax.Array, Rescale]:
-        """The reference after a tile, [rows], and the rescaling from `base`, the one before.
+        self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, state: State
+    ) -> tuple[jax.Array, Rescale, jax.Array | None]:
+        """The reference after a tile, [rows], the rescaling from that of `state`, the one before, and `State.top`.
 
         largest       [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
         log2_factor   multiplies `largest`, which gives the unit of references
         offset        scalar that is added to the product
         """
-        powers = self.powers_in_unit
+        base, powers = state.base, self.powers_in_unit
+        highest = self._top(largest, log2_factor, offset, state)
         unit = 1.0 if powers == 1.0 else LN2
         if self.below:
             offset = jnp.float32(-self.below * unit) if offset is None else offset - f32(self.below * unit)
@@ -299,14 +335,14 @@ class RunningMaximum(Softmax):
             top, factor, needed = thread_tiles.follow_maximum(
                 largest, log2_factor, offset, base, self.rise * unit, powers, self.whole_powers, self.row_scaled
             )
-            return top, Rescale(factor, needed)
+            return top, Rescale(factor, needed), highest
         top = largest.max(axis=1) * log2_factor
         if offset is not None:
             top = top + offset
         if self.whole_powers:
             top = thread_tiles.whole_power(top, powers)
         top = jnp.maximum(top, base)
-        return top, Rescale(self._rescaling(base, top), jnp.int32(1))
+        return top, Rescale(self._rescaling(base, top), jnp.int32(1)), highest
 
     def _total(self, state: State, p: jax.Array, rescale: Rescale | None) -> jax.Array:
         return super()._total(state, p, rescale) if self.sums else state.total
@@ -328,9 +364,9 @@ class LargeScores(RunningMaximum):
 
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
         largest = thread_tiles.maximum_by_column(scores.tile)
-        base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        base, rescale, top = self._follow_maximum(largest, f32(1), None, state)
         p = exponential.exp2_tile(self._exponents(scores.tile, base), self.polynomials)
-        return p, rescale, State(base, self._total(state, p, rescale))
+        return p, rescale, State(base, self._total(state, p, rescale), top=top)
 
     def _exponents(self, tile: jax.Array, base: jax.Array) -> jax.Array:
         """The powers of two of a tile of scores, [rows, columns], relative to the references."""
@@ -403,14 +439,20 @@ def softmax_of(
     polynomials: int = 0,
     whole_powers: bool = False,
     row_scaled: bool = False,
+    follows_top: bool = False,
 ) -> Softmax:
     """The kind of softmax of a plan, for tiles of `shape`.
 
     score        the score program as the kernel evaluates it
     row_scaled   large scores have a scale for each row
+    follows_top  the largest scores are a result, and references may lag behind them
     """
     common: typing.Any = dict(
-        shape=shape, polynomials=polynomials, whole_powers=whole_powers, functions=plan.expectations
+        shape=shape,
+        polynomials=polynomials,
+        whole_powers=whole_powers,
+        functions=plan.expectations,
+        follows_top=follows_top,
     )
     if plan.weighted:
         return PlainSums(shape, sums=plan.total, functions=plan.expectations)

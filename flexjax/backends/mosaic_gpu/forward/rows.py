@@ -68,11 +68,14 @@ def program_at_rows(
     overhangs: bool,
     used_rows: int | None = None,
     aligned: bool = False,
+    alone: bool = False,
 ) -> TileProgram | None:
     """A mod on tiles of `shape`, scalars and row vectors computed for the rows from `start` on; None without one."""
     if program is None:
         return None
-    made = TileProgram(program, refs, shape, place, overhangs=overhangs, used_rows=used_rows, aligned=aligned)
+    made = TileProgram(
+        program, refs, shape, place, overhangs=overhangs, used_rows=used_rows, aligned=aligned, alone=alone
+    )
     return made.at_rows(start)
 
 
@@ -99,8 +102,10 @@ def programs_at_rows(
 
     def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
         place = Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin))
-        shape, overhangs = (tile.rows, tile.block_kv), setup.may_overhang
-        return program_at_rows(program, refs, shape, place, q_start, overhangs=overhangs, aligned=True)
+        shape, overhangs, alone = (tile.rows, tile.block_kv), setup.may_overhang, setup.plan.options.invariant
+        return program_at_rows(
+            program, refs, shape, place, q_start, overhangs=overhangs, aligned=not alone, alone=alone
+        )
 
     return Programs(
         at_rows(setup.plan.score, inputs.score),
@@ -158,7 +163,8 @@ class QueryRows(typing.Generic[AnyTile]):
         s = scores.tile
         if step_tile.programs.mask is not None:
             (on,) = step_tile.programs.mask.tile()
-            if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
+            # The step may be of the full list; in order, the whole of its mask is right for that too.
+            if not setup.scheduler.in_order and (phase is Phase.FIRST or setup.full_blocks_may_overhang):
                 on = on | registers.splat(n < self.item.full, "tile", s.shape)
             s = thread_tiles.hide(s, on, setup.softmax.hidden)
         if setup.keys_may_overhang:
@@ -251,7 +257,7 @@ class QueryRows(typing.Generic[AnyTile]):
         def write_rows() -> None:
             outputs.lse[rows] = lse
             if outputs.max_scores is not None:
-                outputs.max_scores[rows] = softmax.to_score(top)
+                outputs.max_scores[rows] = softmax.to_score(softmax.largest(state, row_term, top))
             for target, value in zip(outputs.expectations, sums, strict=True):
                 target[rows] = value
 

@@ -63,10 +63,12 @@ class ForwardSetup(typing.Generic[AnyTile]):
         return softmax_of(
             plan,
             (tile.rows, tile.block_kv),
-            lazy_rescale=tile.lazy_rescale and not plan.max_scores,  # row maxima that are a result must not lag
+            # row maxima that are a result must not lag; references that are a part of the bits may
+            lazy_rescale=tile.lazy_rescale and (plan.options.invariant or not plan.max_scores),
+            follows_top=plan.options.invariant and plan.max_scores,
             score=plan.score,
             polynomials=tile.polynomials,
-            whole_powers=plan.rounds_weights_alike,
+            whole_powers=plan.whole_references,
             row_scaled=True,
         )
 

@@ -17,10 +17,16 @@ MAX_DISTANCE = 80.0
 def static_reference(plan: KernelPlan) -> float | None:
     """The middle of the plan's score bounds, times log2(e); None where a running maximum is needed."""
     # float16 has too short an exponent for the probabilities.
-    if plan.score is None or plan.max_scores or plan.float8 or plan.dtype != "bfloat16" or may_be_large(plan.score):
+    if (
+        plan.score is None
+        or (plan.max_scores and not plan.options.invariant)
+        or plan.float8
+        or plan.dtype != "bfloat16"
+        or may_be_large(plan.score)
+    ):
         return None
     (low, high), *_ = bounds(plan.score)
     if not (high - low) / 2 * LOG2E <= MAX_DISTANCE:  # also where a bound is infinite or NaN
         return None
     middle = (low + high) / 2 * LOG2E
-    return float(round(middle)) if plan.rounds_weights_alike else middle
+    return float(round(middle)) if plan.whole_references else middle

@@ -33,7 +33,7 @@ from flexjax.backends.mosaic_gpu.machine import atomic_counter, dq_order
 from flexjax.backends.mosaic_gpu.machine.branch import cond
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.machine.simulator import device_op
-from flexjax.block_mask.host_or_program import flat_constant, largest_first
+from flexjax.block_mask.host_or_program import flat_constant, largest_first, module_of
 from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
@@ -96,11 +96,22 @@ class WorkItem(typing.NamedTuple):
     total: Scalar  # all visits
 
 
+class Visits(typing.NamedTuple):
+    """Both lists of an invariant call in one, in the order in which a query tile visits them: int32, of one dimension.
+
+    A *run* is neighbouring visits that are all masked or all unmasked.
+    """
+
+    block: jax.Array  # 2 * number of the key block, plus 1 if its tiles are masked steps
+    end: jax.Array  # the place after the run of this place
+
+
 class MaskRows(typing.NamedTuple):
     """The block mask as the scheduler reads it: arrays before the kernel, Refs inside; None without a block mask."""
 
     order: jax.Array | None  # rows of the mask, those with most visits first (`TileScheduler.order`)
     lists: BlockLists | None  # of one dimension each (`flat`)
+    visits: Visits | None = None  # of an invariant call
 
 
 def flat(lists: BlockLists | None) -> BlockLists | None:
@@ -162,6 +173,57 @@ class TileScheduler:
         if self.tile.persistent:
             visits = visits.reshape(1, 1, -1)
         return flat_constant(largest_first(visits))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether key tiles are visited by their numbers, masked or not: all ascending, or with `reverse_kv` all
+        descending (plan/invariant.py). Masked and unmasked steps then come in runs.
+        """
+        return self.plan.options.invariant
+
+    def visits(self, lists: BlockLists | None) -> Visits | None:
+        """The visits of each row of the lists; None for a call whose unmasked steps come first."""
+        blocks = self.plan.blocks
+        if not self.in_order or blocks is None or lists is None:
+            return None
+        xp, rows, none = module_of(*lists), [], 2 * cdiv(self.plan.kv_len, blocks.block_kv) + 2
+        past_end = self.plan.kv_len // blocks.block_kv  # a block that reaches past the last key, if there is one
+        for masked, number, index in ((1, *lists[:2]), (0, *lists[2:])):
+            if number is None or index is None:
+                continue
+            found = 2 * index + (masked or xp.where(index == past_end, 1, 0))
+            there = xp.arange(index.shape[-1], dtype=np.int32) < number[..., None]
+            rows.append(xp.where(there, -found if self.tile.reverse_kv else found, none))
+        if not rows:
+            return None
+        entry: typing.Any = abs(xp.sort(xp.concatenate(rows, -1), axis=-1))
+        width = entry.shape[-1]
+        entry = xp.where(entry == none, 0, entry)
+        last = xp.concatenate([entry[..., 1:] % 2 != entry[..., :-1] % 2, xp.ones_like(entry[..., :1], bool)], -1)
+        ends: typing.Any = xp.where(last, xp.arange(1, width + 1, dtype=np.int32), np.int32(width))[..., ::-1]
+        ends = np.minimum.accumulate(ends, -1) if xp is np else lax.cummin(ends, ends.ndim - 1)
+        return Visits(*(flat_constant(x.astype(np.int32)) for x in (entry, ends[..., ::-1])))
+
+    @property
+    def _visits_of_row(self) -> int:
+        blocks = self.plan.blocks
+        return 0 if blocks is None else blocks.partial + blocks.full
+
+    def run_end(self, mask: MaskRows, item: WorkItem, step: Scalar, masked: bool) -> Scalar:
+        """The step after the run from `step` on, whose steps are all masked or all not; `step` if it is of another
+        kind, or past the last one.
+        """
+        if self.plan.blocks is None:
+            # the last tile is masked, or all are
+            border = item.total - item.unmasked if self.tile.reverse_kv else item.unmasked
+            if masked == self.tile.reverse_kv:  # these come first
+                return lax.max(step, border)
+            return jnp.where(step < border, step, item.total)
+        assert mask.visits is not None
+        per_block = i32(self.plan.blocks.block_kv // self.tile.block_kv)
+        place = lax.min(lax.div(step, per_block), i32(self._visits_of_row - 1)) + item.row * self._visits_of_row
+        same = lax.rem(mask.visits.block[place], i32(2)) == int(masked)
+        return jnp.where(same, lax.max(step, lax.min(mask.visits.end[place] * per_block, item.total)), step)
 
     # ----------------------------------------------------------------- a fixed share of the items
 
@@ -245,6 +307,8 @@ class TileScheduler:
 
         in_full   the list of the step, where the caller knows it; outside of that list the result means nothing
         """
+        if self.in_order:
+            return self._start_in_order(mask, item, step)
         # Under a causal mask most biases by distance have their largest scores at the last keys: once the maximum is
         # found, the output is not rescaled again.
         if self.tile.reverse_kv and in_full is not False:
@@ -275,6 +339,18 @@ class TileScheduler:
             lambda: read(lists.full_index, blocks.full, step),
             lambda: read(lists.partial_index, blocks.partial, step - item.full),
         )
+
+    def _start_in_order(self, mask: MaskRows, item: WorkItem, step: Scalar) -> Scalar:
+        if self.plan.blocks is None:
+            return (item.total - 1 - step if self.tile.reverse_kv else step) * self.tile.block_kv
+        if mask.visits is None:
+            return step
+        per_block = i32(self.plan.blocks.block_kv // self.tile.block_kv)
+        place = lax.min(lax.max(lax.div(step, per_block), i32(0)), i32(self._visits_of_row - 1))
+        block = lax.div(mask.visits.block[item.row * self._visits_of_row + place], i32(2))
+        inside = lax.rem(step, per_block)
+        inside = per_block - 1 - inside if self.tile.reverse_kv else inside
+        return (block * per_block + inside) * self.tile.block_kv
 
 
 # ------------------------------------------------------------------- the dynamic scheduler

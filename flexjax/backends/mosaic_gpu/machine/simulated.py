@@ -314,6 +314,10 @@ def logistic_tile(exponents: jax.Array, small: bool) -> jax.Array:
     return jnp.where((z > np.float32(SMALL_POWER)).any(), one / (one + one / z), z - z * z)
 
 
+def times(row: jax.Array, factor: np.float32) -> jax.Array:
+    return row * factor
+
+
 def rounded_tile(tile: jax.Array, dtype: str) -> jax.Array:
     return tile_math.round_to(tile, dtype)
 

@@ -200,6 +200,22 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
 
 
 @device_op
+def times(row: jax.Array, factor: np.float32) -> jax.Array:
+    """[rows] float32: row * factor, which the compiler merges with no sum: it is rounded wherever it is used."""
+
+    @inline_mgpu(ROW, returns=plgpu.ShapeDtypeStruct(row.shape, row.dtype, layout=ROW))
+    def scaled(vector: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        number, places = mgpu.c(float(factor), ir.F32Type.get()), positions_of(lowered(ROW), row.shape).constants
+        items = (
+            (register, item, arith.mulf(element(vector.registers[register], item), number))
+            for register, item, _ in places
+        )
+        return assemble(lowered(ROW), row.shape, items, None)
+
+    return scaled(row)
+
+
+@device_op
 def add_period_slope(tile: jax.Array, step: jax.Array) -> jax.Array:
     """The tile plus step * (c - c % PERIOD) at column c, by one FMA with a constant for each element."""
 

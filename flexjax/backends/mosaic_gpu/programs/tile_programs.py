@@ -76,6 +76,7 @@ class TileProgram:
         results: tuple[int, ...] | None = None,
         used_rows: int | None = None,
         aligned: bool = False,
+        alone: bool = False,
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars.
 
@@ -85,10 +86,11 @@ class TileProgram:
         results        numbers of the program's results to compute; None: all
         used_rows      how many rows of a tile exist; the others repeat the last, so that they read no other address
         aligned        whether every tile begins at a multiple of its rows and columns
+        alone          whether a row's numbers must not depend on which rows are in its tile (plan/invariant.py)
         """
         batch, head, origin = place
         self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
-        self.row_axis, self.overhangs = row_axis, overhangs
+        self.row_axis, self.overhangs, self.alone = row_axis, overhangs, alone
         self.aligned = aligned and origin is None and used_rows is None
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
@@ -663,6 +665,9 @@ class TileProgram:
         if step.out.dtype == "float32":
             first, along = (row + start).astype(jnp.float32), np.float32(per_col)
             exact = thread_tiles.affine_tile(first, along, self.shape)
+            if self.alone:
+                zero = registers.splat(np.float32(0), ROW, self.shape[:1])
+                return TileValue(TILE, zero, offset=first, affine_slope=along, exact=exact)
             return TileValue(
                 TILE, row.astype(jnp.float32), offset=start.astype(jnp.float32), affine_slope=along, exact=exact
             )

@@ -59,7 +59,7 @@ class TileValue:
     factor: float = 1.0
     narrow_factor: Value = None  # [rows, PERIOD], positive
     row_term: Value = None  # [rows], the same for every tile of a row of tiles; set together with `offset`
-    offset: Value = None  # a scalar, which may change from tile to tile
+    offset: Value = None  # a scalar, or [rows] of a program `alone`; it may change from tile to tile
     column_slope: Value = None  # a scalar
     affine_slope: Value = None  # a scalar, set for affine tiles alone
     # [rows, columns], the tile as the mod computes it, beside an affine term. A deferred term is as accurate as float32
@@ -103,7 +103,7 @@ class Scaled(typing.NamedTuple):
     factor: float  # positive
     narrow_factor: jax.Array | None = None  # [rows, PERIOD], positive; None: 1
     row_term: jax.Array | None = None  # [rows], the same for every tile of a row of tiles; set together with `offset`
-    offset: jax.Array | None = None  # float32 scalar, which may change from tile to tile
+    offset: jax.Array | None = None  # float32 scalar or [rows], which may change from tile to tile
     column_slope: jax.Array | None = None  # float32 scalar; None: 0
     other_results: tuple[jax.Array, ...] = ()  # the program's results after the score, each as a whole tile
 
