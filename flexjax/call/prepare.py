@@ -32,7 +32,7 @@ from flexjax.call.checks import (
 )
 from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dropout_program
-from flexjax.call.expectations import check_expectations, with_functions
+from flexjax.call.expectations import check_expectations, functions_by_argument, with_functions
 from flexjax.call.tolerance import Skipped, check_call, check_claim, skipped
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
@@ -67,6 +67,7 @@ class PreparedCall:
     weights  the argument, checked
     origin   where the arrays lie in the whole problem; None: at 0
     skipped  what `tolerance` leaves out; None without
+    functions  which arguments are in the score program, as errors name them between backticks
     """
 
     plan: KernelPlan
@@ -75,6 +76,7 @@ class PreparedCall:
     origin: OriginTable | None = None
     weights: Weights | None = None
     skipped: Skipped | None = None
+    functions: str = "score_mod"
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
         """The static parameter of the primitives; `implementation` are names of backends in order."""
@@ -82,8 +84,9 @@ class PreparedCall:
         if score is None:
             return Problem(self.plan, None, "", implementation, structure, call=text)
         found = Problem(
-            self.plan, score.derivative, score.why_not, implementation, structure, call=text, place=score.place
-        )
+            self.plan, score.derivative, score.why_not, implementation, structure, call=text, place=score.place,
+            functions=self.functions,
+        )  # fmt: skip
         then = score.after
         after = None if then is None else After(then.derivative, then.again, then.refused)
         return dataclasses.replace(found, again=score.again, after=after, refused=score.refused)
@@ -152,10 +155,12 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         elif weights is not None:
             score_mod = _weighted(score_mod, weights.function)
     scale = 1.0 if isinstance(scale, Array) else scale
-    traced_for = invariant.sizes_of_score(sizes) if options.invariant else sizes
-    score = (
-        None if score_mod is None else trace_score_mod(score_mod, traced_for, score_dtype, reach, 1 + len(functions))
-    )
+    given = {"score_mod": arguments.score_mod, "weights": weights, **functions_by_argument(return_aux)}
+    names = "` or `".join(name for name, mod in given.items() if mod is not None) or "score_mod"
+    score = None
+    if score_mod is not None:
+        traced_for = invariant.sizes_of_score(sizes) if options.invariant else sizes
+        score = trace_score_mod(score_mod, traced_for, score_dtype, reach, 1 + len(functions), names)
     if score is not None and jnp.dtype(inputs.dtype).itemsize <= 2:
         score = _in_single_precision(score)
     if score is not None and score.is_identity and weights is None and not functions:
@@ -224,7 +229,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         scales=None if in_pages is None else in_pages.scales,
         documents=documents if options.invariant else None,
     )
-    return PreparedCall(plan, operands, score, origin, weights, left_out)
+    return PreparedCall(plan, operands, score, origin, weights, left_out, names)
 
 
 def _origin(

@@ -41,7 +41,7 @@ class Problem:
     plan: KernelPlan
     # of score_mod: (score, d score / d raw score, d score / d each load); None without
     derivative: Program | None
-    # why score_mod has no derivative: the message of an error
+    # why score_mod has no derivative: the message of an error, about "`score_mod`" whatever `functions` are
     why_not: str
     # names of backends in the order in which they are asked; None: the default order
     implementation: tuple[str, ...] | None
@@ -59,6 +59,8 @@ class Problem:
     call: str = dataclasses.field(default="", compare=False)
     # the user's line, which an error that says `why_not` ends with
     place: str = dataclasses.field(default="", compare=False)
+    # which arguments of the user are in the programs, as errors name them between backticks
+    functions: str = dataclasses.field(default="score_mod", compare=False)
     # enters the settings of jax under which the call is lowered, where another thread lowers a device's share of it
     settings: Callable[[], contextlib.AbstractContextManager] = dataclasses.field(
         default=contextlib.nullcontext, compare=False
@@ -76,7 +78,8 @@ class Problem:
         """This problem with plan.differentiable set; the kernels of GPUs and TPUs refuse such a plan."""
         if isinstance(self.again, str):
             raise ValueError(
-                f"The second derivative of `score_mod` keeps its derivative rules, which do not fit: {self.again}"
+                f"The second derivative of `{self.functions}` keeps its derivative rules, which do not fit: "
+                + self._named(self.again)
             )
         plan = dataclasses.replace(self.plan, differentiable=True)
         return dataclasses.replace(self, plan=plan, derivative=self.again or self.derivative)
@@ -130,13 +133,17 @@ class Problem:
     def needed_derivative(self, captures: Sequence[bool] = ()) -> Program | None:
         """score_mod's derivative program for a pass that needs it; `captures`: by which arrays it differentiates."""
         if self.plan.score is not None and self.derivative is None:
-            raise ModError(self.why_not + self.place)
+            raise ModError(self._named(self.why_not) + self.place)
         if any(captures[i] for i in self.refused if i < len(captures)):
-            raise ValueError(RULE_OF_SUMS)
+            raise ValueError(self._named(RULE_OF_SUMS))
         return self.derivative
 
     def linear_derivative(self) -> Program | None:
         """score_mod's derivative program for forward mode; ValueError if it takes a cotangent."""
         if self.refused or (self.derivative is not None and self.derivative.takes_cotangent):
-            raise ValueError(NO_TANGENT)
+            raise ValueError(self._named(NO_TANGENT))
         return self.derivative
+
+    def _named(self, text: str) -> str:
+        """A text about `score_mod` that names what the user gave."""
+        return text.replace("`score_mod`", f"`{self.functions}`")

@@ -257,8 +257,8 @@ def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: boo
 
 
 NOT_LINEAR_BESIDE_EXPECTATIONS = (
-    "`score_mod`, or a function of return_aux.expectations, has a derivative rule that is not linear in the cotangent, "
-    'so a call with expectations has no gradient. Use a linear rule, or implementation="reference".'
+    "`score_mod` has a derivative rule that is not linear in the cotangent, so that a call with expectations has no "
+    'gradient. Use a linear rule, or implementation="reference".'
 )
 
 

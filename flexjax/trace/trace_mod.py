@@ -90,24 +90,32 @@ class TracedMod:
 
 
 def trace_score_mod(
-    score_mod: Callable, sizes: Sizes, score_dtype: str = "float32", reach: Reach | None = None, count: int = 1
+    score_mod: Callable,
+    sizes: Sizes,
+    score_dtype: str = "float32",
+    reach: Reach | None = None,
+    count: int = 1,
+    name: str = "score_mod",
 ) -> TracedMod:
     """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score` to its program and its derivative program.
 
     score_dtype   of the score that the function gets and of the result of the program
     reach         how far the indices certainly count, for a warning of arrays that are too short (bare_reads.py)
     count         of the scalars that the function returns: the score and functions of it (call/expectations.py)
+    name          what errors and warnings say between backticks
 
     A score_mod without a derivative is no error: `why_not` says why. Raises ModError if the function cannot be called,
     traced or translated, or returns anything but one floating scalar.
     """
-    return _remembered(_score_mod, score_mod, sizes, score_dtype, reach, count)
+    return _remembered(_score_mod, score_mod, sizes, score_dtype, reach, count, name)
 
 
-def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach | None, count: int) -> TracedMod:
-    traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype, count)
+def _score_mod(
+    score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach | None, count: int, name: str
+) -> TracedMod:
+    traced = _trace(name, score_mod, SCORE_ARGUMENTS, score_dtype, count)
     if reach is not None:
-        warn_of_short_arrays("score_mod", traced.closed, SCORE_ARGUMENTS, reach)
+        warn_of_short_arrays(name, traced.closed, SCORE_ARGUMENTS, reach)
     out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise _of_result(
@@ -115,10 +123,10 @@ def _score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str, reach: Reach
             "To switch positions off, return -inf or use `mask_mod`.",
             traced,
         )
-    source, arrays = _lowered("score_mod", traced, sizes, score_dtype, keep_custom=True)
+    source, arrays = _lowered(name, traced, sizes, score_dtype, keep_custom=True)
     ruled = bool(custom_calls(source))
     if any(isinstance(a, int) for call in custom_calls(source) for a in call.arguments):
-        program, arrays = _lowered("score_mod", traced, sizes, score_dtype)
+        program, arrays = _lowered(name, traced, sizes, score_dtype)
         return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE, place=where_made(score_mod), ruled=ruled)
     program, extra = inline_custom(source, sizes)
     made = _derivatives(source, sizes)

@@ -672,3 +672,28 @@ def test_a_mod_that_is_no_factory_says_so(mod: Callable) -> None:
         mod()
     assert str(caught.value) == (f"`{mod.__name__}` is a mod itself, no factory of mods: pass it without calling it.")
     assert pickle.loads(pickle.dumps(mod)) is mod
+
+
+# ------------------------------------------------------------------- which argument
+
+
+@pytest.mark.parametrize("score_mod", [None, mods.softcap(3.0)])
+@pytest.mark.parametrize(
+    ("argument", "name"), [("weights", "weights"), ("expectations", "return_aux.expectations['own']")]
+)
+def test_the_argument_at_fault_is_named(argument: str, name: str, score_mod: Any) -> None:
+    """Where the functions of a call are one program: in warnings of reads, and where there is no derivative."""
+    named = f"`score_mod` or `{name}`" if score_mod else f"`{name}`"
+
+    def call(q: Array, mod: Callable) -> Array:
+        given: dict[str, Any] = {"weights": mod}
+        if argument == "expectations":
+            given = {"return_aux": flexjax.AuxRequest(expectations={"own": mod})}
+        return jax.tree.leaves(flexjax.flex_attention(q, q, q, score_mod=score_mod, **given))[-1].sum()
+
+    long, short = jnp.ones((1, 4, 1, 8)), jnp.ones(3) + bool(score_mod)
+    with pytest.warns(UserWarning, match=f"^{re.escape(named)} reads an array of shape"):
+        jax.eval_shape(functools.partial(call, mod=lambda s, b, h, q, k: s * short[k]), long)
+    endless = lambda s, b, h, q, k: jax.lax.while_loop(lambda x: x < 9.0, lambda x: x + 1.0, s)
+    with pytest.raises(ModError, match=f"^{re.escape(named)} cannot be differentiated"):
+        jax.eval_shape(jax.grad(functools.partial(call, mod=endless)), long)
