@@ -18,8 +18,7 @@ Array = jax.Array
 class NarrowType(typing.NamedTuple):
     """The properties of a floating type."""
 
-    # explicit bits
-    mantissa_bits: int
+    mantissa_bits: int  # explicit bits
     # smallest normal and largest finite positive number, as float32 numbers
     smallest: float
     largest: float

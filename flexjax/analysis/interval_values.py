@@ -25,10 +25,8 @@ class Interval(typing.NamedTuple):
 
     low: Array
     high: Array
-    # some entry of the block surely has the number `low`, and some entry `high`
-    attained: Flag = False
-    # some entry surely has each integer between the ends
-    contiguous: Flag = False
+    attained: Flag = False  # some entry of the block surely has the number `low`, and some entry `high`
+    contiguous: Flag = False  # some entry surely has each integer between the ends
 
 
 class Truth(typing.NamedTuple):

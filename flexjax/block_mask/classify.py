@@ -54,8 +54,7 @@ class BlockedMask(typing.NamedTuple):
     """A mask that is cut into blocks, without its arrays: what is static when its blocks are classified."""
 
     program: Program
-    # (batch, heads) of the block mask; 1 if all share their blocks
-    heads: tuple[int, int]
+    heads: tuple[int, int]  # (batch, heads) of the block mask; 1 if all share their blocks
     sizes: Sizes
     origin: OriginLayout | None = None
 

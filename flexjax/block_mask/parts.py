@@ -56,13 +56,11 @@ class Parts:
     full_kv_num_blocks: Array
     full_kv_indices: Array
     captures: tuple[Array, ...]
-    # None if every entry of a block in the lists is visible
-    program: Program | None
+    program: Program | None  # None if every entry of a block in the lists is visible
     # in tokens; the last block may reach past the end
     q_len: int
     kv_len: int
-    # (queries, keys)
-    block_size: tuple[int, int]
+    block_size: tuple[int, int]  # (queries, keys)
     # of the transposed lists: bounds of how many query blocks list one key block as partial, and as full
     q_widths: tuple[int, int]
     # the user gave the lists, so the program alone does not say which entries are visible
@@ -73,8 +71,7 @@ class Parts:
     bits: tuple[Array, Array] | None = None
     # the four lists as numpy arrays, if build.py made them and they are not traced
     on_host: tuple[np.ndarray, ...] | None = None
-    # what the lists hold for, if blocks were left out by `tolerance`
-    claim: Claim | None = None
+    claim: Claim | None = None  # what the lists hold for, if blocks were left out by `tolerance`
     # the four lists as they were made, with ascending numbers; None where it is not known that they ascend
     made: tuple[Array, ...] | None = None
 

@@ -49,12 +49,9 @@ MOST_AT_ZERO = 1 << 22
 class Skipped(typing.NamedTuple):
     """What `tolerance=` makes of a call."""
 
-    # without the blocks that go; None where nothing is computed
-    mask: BlockMask | None
-    # [B, N, T], a bound of the probabilities that left each row; 0 where nothing is computed
-    lost: Array
-    # why nothing is computed, in a sentence
-    why: str = ""
+    mask: BlockMask | None  # without the blocks that go; None where nothing is computed
+    lost: Array  # [B, N, T], a bound of the probabilities that left each row; 0 where nothing is computed
+    why: str = ""  # why nothing is computed, in a sentence
     # score_bound, [B or 1, N or 1, rows or 1, columns or 1], the block mask with all of its blocks, and its block size
     bound: Array | None = None
     whole: BlockMask | None = None

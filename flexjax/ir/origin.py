@@ -63,8 +63,7 @@ class OriginLayout:
     query_runs: int
     key_run: int
     key_runs: int
-    # every start is a multiple of this many tokens
-    aligned: int = 1
+    aligned: int = 1  # every start is a multiple of this many tokens
 
     def tile_fits(self, queries: int, keys: int) -> bool:
         """Whether no tile of `queries` x `keys` tokens straddles two runs."""
@@ -102,8 +101,7 @@ class OriginTable:
     # None: queries and keys count from 0
     starts: Starts | None
     layout: OriginLayout | None
-    # above every index of every row; UNKNOWN where unknown
-    whole: Sizes
+    whole: Sizes  # above every index of every row; UNKNOWN where unknown
 
     def __repr__(self) -> str:
         # the text of the arrays would wait for the device

@@ -81,12 +81,10 @@ class Lit:
 class Val:
     """A scalar that is an input of the program or the result of a step."""
 
-    # unique within the program; the inputs have the ids SCORE, B, H, Q, KV (0 to 4)
-    id: int
+    id: int  # unique within the program; the inputs have the ids SCORE, B, H, Q, KV (0 to 4)
     dtype: str
     axes: Axes
-    # None where the value is not known to be affine in the indices
-    linear: Linear | None = None
+    linear: Linear | None = None  # None where the value is not known to be affine in the indices
     # inclusive bounds of an integer over the whole attention matrix
     low: int | None = None
     high: int | None = None
@@ -105,8 +103,7 @@ class Op:
     prim: str
     inputs: tuple[Atom, ...]
     out: Val
-    # static parameters of the primitive, sorted by name
-    params: tuple[tuple[str, typing.Any], ...] = ()
+    params: tuple[tuple[str, typing.Any], ...] = ()  # static parameters of the primitive, sorted by name
 
     @property
     def outs(self) -> tuple[Val, ...]:
@@ -139,16 +136,14 @@ class Call:
     """A step that runs one whole jaxpr equation on scalars and small arrays of scalars, for example a while loop."""
 
     name: str
-    # the parameters of the primitive, for `Program.key`
-    text: str
+    text: str  # the parameters of the primitive, for `Program.key`
     # the number of a captured array that is passed whole, or (shape, atoms in row-major order); the one atom of a
     # vector (`is_vector`) is its element at the loop indices of `vector_axes`
     arguments: tuple[int | tuple[tuple[int, ...], tuple[Atom, ...]], ...]
     results: tuple[tuple[tuple[int, ...], tuple[Val, ...]], ...]
     # runs the equation: takes one array for each of `arguments`, returns the list of result arrays
     bind: Callable[..., list]
-    # the body of a function with its own derivative rule
-    inner: "CallBody | None" = None
+    inner: "CallBody | None" = None  # the body of a function with its own derivative rule
     # whether the derivative rules in it are linear in the cotangent (trace/linearity.py); None: it has none
     linear: bool | None = None
 
@@ -207,8 +202,7 @@ class ArrayType:
 class Program:
     """A traced mod without its arrays."""
 
-    # score (float), b, h, q, kv (int32)
-    inputs: tuple[Val, ...]
+    inputs: tuple[Val, ...]  # score (float), b, h, q, kv (int32)
     steps: tuple[Step, ...]
     # one, or more with expectations; for a derivative program the new score and its derivatives, and so for each other
     results: tuple[Atom, ...]

@@ -22,10 +22,8 @@ ReplayCall = Callable[[Call, Callable[[Atom], Atom]], Sequence[Atom]]
 class Replayed:
     """What became of a program in a new Builder."""
 
-    # by the id of the old value
-    atoms: dict[int, Atom]
-    # by position in the old program's `steps`
-    loads: dict[int, Load]
+    atoms: dict[int, Atom]  # by the id of the old value
+    loads: dict[int, Load]  # by position in the old program's `steps`
 
     def new(self, atom: Atom) -> Atom:
         return atom if isinstance(atom, Lit) else self.atoms[atom.id]

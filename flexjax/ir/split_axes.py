@@ -50,8 +50,7 @@ class SharePrograms(typing.NamedTuple):
 
     # the original captures, shortened along split dimensions, then one int32 scalar for each of `starts`
     programs: tuple[Program, ...]
-    # the axes, "b" or "h", whose start the programs read
-    starts: tuple[str, ...]
+    starts: tuple[str, ...]  # the axes, "b" or "h", whose start the programs read
 
 
 def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[Dims, ...]:

@@ -50,13 +50,10 @@ class Mapped:
 
     primitive: Primitive
     problem: Problem
-    # the arguments of the primitive
-    flat: tuple[Array, ...]
-    # which arguments are mapped; their mapped axis, of `size` copies, is in front
-    axes: tuple[bool, ...]
+    flat: tuple[Array, ...]  # the arguments of the primitive
+    axes: tuple[bool, ...]  # which arguments are mapped; their mapped axis, of `size` copies, is in front
     size: int
-    # parameters of the primitive beside the problem
-    params: dict[str, typing.Any]
+    params: dict[str, typing.Any]  # parameters of the primitive beside the problem
 
     @property
     def operands(self) -> Operands:

@@ -37,8 +37,7 @@ class BlockLayout:
     # upper bounds of the number of query blocks in whose list one key block is; a backward pass computes those lists
     partial_t: int
     full_t: int
-    # so the mask program alone does not say which entries are visible
-    from_user_lists: bool = False
+    from_user_lists: bool = False  # so the mask program alone does not say which entries are visible
     # the lists, if they are known while the call is traced; wrong for other fields, so use `changed`
     known: KnownLists | None = None
     # `tolerance` left blocks out that the program shows: to visit them is never wrong, and not what was asked for
@@ -58,10 +57,8 @@ class BlockLayout:
 class Residues:
     """How a call becomes one call with a head for each head and residue of a token (rewrites/residues.py)."""
 
-    # the residue of token t is t % modulus
-    modulus: int
-    # of the mask among the tokens of one residue, the same for all; its lists are known
-    blocks: BlockLayout
+    modulus: int  # the residue of token t is t % modulus
+    blocks: BlockLayout  # of the mask among the tokens of one residue, the same for all; its lists are known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,14 +74,10 @@ class KernelPlan:
     value_dim: int
     # of query, key, value and out; with `float8` of out, and of operands that are not multiplied as they are
     dtype: str
-    # "BTNH" or "BNTH"; of lse and max_scores "BTN" or "BNT"
-    layout: str
-    # multiplies query . key (+ query_extra . key_extra) before the score program
-    scale: float
-    # None for the identity
-    score: ir.Program | None = None
-    # None where every entry of the blocks in the lists is visible
-    mask: ir.Program | None = None
+    layout: str  # "BTNH" or "BNTH"; of lse and max_scores "BTN" or "BNT"
+    scale: float  # multiplies query . key (+ query_extra . key_extra) before the score program
+    score: ir.Program | None = None  # None for the identity
+    mask: ir.Program | None = None  # None where every entry of the blocks in the lists is visible
     # the factor of each probability: 0 or 1 / (1 - rate), or with `float8` the scale of the value; lse is without it
     dropout: ir.Program | None = None
     # None: every block is visited, and `mask` applies to all of them; otherwise it applies to the partial list only
@@ -93,36 +86,30 @@ class KernelPlan:
     # R, 0 without extra features; key_extra has `extra_heads` heads
     extra_dim: int = 0
     extra_heads: int = 0
-    # whether the forward pass also returns the largest score of each row
-    max_scores: bool = False
+    max_scores: bool = False  # whether the forward pass also returns the largest score of each row
     options: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     # asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     differentiable: bool = False
     # where the arrays lie in the whole problem; the programs' q and kv are positions there, all other numbers count
     # from 0
     origin: OriginLayout | None = None
-    # the call is a part of a sum (context/stages.py): out and gradients are in the score dtype
-    partial: bool = False
+    partial: bool = False  # the call is a part of a sum (context/stages.py): out and gradients are in the score dtype
     # whether there are lengths of (queries, keys); past one out is 0, lse is -inf and gradients are 0
     lengths: tuple[bool, bool] = (False, False)
     # inputs have 16 bits and captured arrays have gradients: the forward pass also returns `Results.rounding`
     exact_captures: bool = False
-    # tokens of a page, if keys and values are in pages; 0: they are contiguous
-    page: int = 0
-    # P, the pages of the pools
-    stored_pages: int = 0
+    page: int = 0  # tokens of a page, if keys and values are in pages; 0: they are contiguous
+    stored_pages: int = 0  # P, the pages of the pools
     # "int8" or "float8_e4m3fn", if keys and values in pages are quantised; None: `dtype`
     cache_dtype: str | None = None
-    # of products of float32, a name of precision.py
-    precision: str = "default"
+    precision: str = "default"  # of products of float32, a name of precision.py
     # how the call may be split by residues of its tokens, where that visits far fewer blocks
     residues: Residues | None = None
     # query, key and value are float8_e4m3fn and `dtype` is "bfloat16"; forward pass only, scales are in the programs
     float8: bool = False
     # no softmax: the result of `score` is the weight of a value, 0 at hidden entries, and lse is the sum of a row
     weighted: bool = False
-    # whether the sum is a result; else lse is not read
-    total: bool = False
+    total: bool = False  # whether the sum is a result; else lse is not read
     # how many functions after the new score the results of `score` are; their expectations are a result
     expectations: int = 0
     # entries have functions, or their derivatives, beside the score: smaller tiles of mma.sync keep them in registers
@@ -274,8 +261,7 @@ class Operands(typing.NamedTuple):
     # [B, T, N, R] and [B, S, extra_heads, R]
     query_extra: jax.Array | None
     key_extra: jax.Array | None
-    # [N]; where heads are joined (rewrites/join_heads.py) those of rows, [1, T]
-    sinks: jax.Array | None
+    sinks: jax.Array | None  # [N]; where heads are joined (rewrites/join_heads.py) those of rows, [1, T]
     # in the order of `Program.captures`
     score_captures: tuple[jax.Array, ...]
     mask_captures: tuple[jax.Array, ...]
@@ -302,16 +288,14 @@ class Results(typing.NamedTuple):
     all entries of a row, and the gradient of a captured array sums it where the rest of the row cancels.
     """
 
-    # [B, T, N, E] in the dtype of query, or of scores if the plan is `partial`
-    out: jax.Array
+    out: jax.Array  # [B, T, N, E] in the dtype of query, or of scores if the plan is `partial`
     # [B, T, N]; log of the softmax denominator, -inf where all entries are masked; of a weighted plan the total
     lse: jax.Array
     # [B, T, N]; after score_mod, -inf where all entries are masked; None unless the plan asks for it
     max_scores: jax.Array | None
     # float32 output minus out; None unless the plan has `exact_captures`, or is partial and its backend rounds out
     rounding: jax.Array | None = None
-    # [B, T, N, plan.expectations], 0 where all entries are masked; None without
-    expectations: jax.Array | None = None
+    expectations: jax.Array | None = None  # [B, T, N, plan.expectations], 0 where all entries are masked; None without
 
     @classmethod
     def of(cls, plan: KernelPlan, flat: Sequence[jax.Array]) -> "Results":
@@ -375,11 +359,9 @@ class BackwardInputs(typing.NamedTuple):
     """What a backward pass gets beside the plan."""
 
     operands: Operands
-    # max_scores may be None
-    results: Results
+    results: Results  # max_scores may be None
     d_out: jax.Array
-    # None for zero
-    d_lse: jax.Array | None
+    d_lse: jax.Array | None  # None for zero
     wanted: Wanted
     # (score, d score / d raw score, d score / d each load of floats), or cotangents if it `takes_cotangent`; None for
     # the identity
@@ -391,7 +373,5 @@ class TangentInputs(typing.NamedTuple):
 
     operands: Operands
     results: Results
-    # of the operands; None counts as 0
-    tangents: Gradients
-    # as of BackwardInputs, never one that `takes_cotangent`
-    derivative: ir.Program | None
+    tangents: Gradients  # of the operands; None counts as 0
+    derivative: ir.Program | None  # as of BackwardInputs, never one that `takes_cotangent`

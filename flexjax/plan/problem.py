@@ -39,24 +39,20 @@ class Problem:
     """The static parameter of the primitives of passes/autodiff.py; their operands are a flat list of arrays."""
 
     plan: KernelPlan
-    # of score_mod: (score, d score / d raw score, d score / d each load); None without
-    derivative: Program | None
+    derivative: Program | None  # of score_mod: (score, d score / d raw score, d score / d each load); None without
     # why score_mod has no derivative: the message of an error, about "`score_mod`" whatever `functions` are
     why_not: str
     # names of backends in the order in which they are asked; None: the default order
     implementation: tuple[str, ...] | None
-    # jax tree structure of the Operands; it has a leaf for each array of the call
-    structure: typing.Any
+    structure: typing.Any  # jax tree structure of the Operands; it has a leaf for each array of the call
     # the derivative with derivative rules in it, for second derivatives; a sentence that says why there are none. Not
     # compared: passes are compiled for `derivative`, and the text of a rule differs each time that it is traced
     again: Program | str | None = dataclasses.field(default=None, compare=False)
     # the derivatives in a call that is being differentiated, where jax differentiates the forward function of
     # jax.custom_vjp
     after: "After | None" = dataclasses.field(default=None, compare=False)
-    # numbers of captured arrays of score_mod that have no gradient
-    refused: frozenset[int] = frozenset()
-    # the user's call in a line, for errors and warnings
-    call: str = dataclasses.field(default="", compare=False)
+    refused: frozenset[int] = frozenset()  # numbers of captured arrays of score_mod that have no gradient
+    call: str = dataclasses.field(default="", compare=False)  # the user's call in a line, for errors and warnings
     # the user's line, which an error that says `why_not` ends with
     place: str = dataclasses.field(default="", compare=False)
     # which arguments of the user are in the programs, as errors name them between backticks

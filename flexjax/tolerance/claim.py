@@ -17,12 +17,9 @@ class Claim:
     """Static: a block mask is another kind of pytree for another claim."""
 
     score: Program
-    # for which it was traced: batch, heads, q_len, kv_len
-    sizes: tuple[int, int, int, int]
-    # of the captured arrays, in the order of the program
-    digests: tuple[bytes, ...]
-    # None: that of the call, 1 / sqrt(head dim)
-    scale: float | None
+    sizes: tuple[int, int, int, int]  # for which it was traced: batch, heads, q_len, kv_len
+    digests: tuple[bytes, ...]  # of the captured arrays, in the order of the program
+    scale: float | None  # None: that of the call, 1 / sqrt(head dim)
     tolerance: float
 
 

@@ -54,19 +54,14 @@ class Spec:
 
     score: Program
     mask: Program | None
-    # batch entries and heads of the lists
-    heads: tuple[int, int]
-    # q_len, kv_len, block_q, block_kv
-    sizes: tuple[int, int, int, int]
+    heads: tuple[int, int]  # batch entries and heads of the lists
+    sizes: tuple[int, int, int, int]  # q_len, kv_len, block_q, block_kv
     tolerance: float
-    # multiplies query . key before the program
-    scale: float = 1.0
-    # how far a kernel's score may be from the real one, relative to |scale| |q| |k|
-    rounding: float = 0.0
+    scale: float = 1.0  # multiplies query . key before the program
+    rounding: float = 0.0  # how far a kernel's score may be from the real one, relative to |scale| |q| |k|
     dtype: str = "float32"
     origin: OriginLayout | None = None
-    # the blocks that are visible do not follow from the mask
-    lists_decide: bool = False
+    lists_decide: bool = False  # the blocks that are visible do not follow from the mask
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -83,24 +78,18 @@ class Given(typing.NamedTuple):
     # [B, N, T, D] and [B, M, S, D], and those of the extra features, in the dtype of scores
     query: tuple[Array, ...] = ()
     key: tuple[Array, ...] = ()
-    # in place of `key`
-    pages: PagedKeys | None = None
-    # [B or 1, N or 1, rows or 1, columns or 1]
-    bound: Array | None = None
-    # [N], which every row sees
-    sinks: Array | None = None
-    # int32 [B] each
-    lengths: tuple[Array | None, Array | None] = (None, None)
+    pages: PagedKeys | None = None  # in place of `key`
+    bound: Array | None = None  # [B or 1, N or 1, rows or 1, columns or 1]
+    sinks: Array | None = None  # [N], which every row sees
+    lengths: tuple[Array | None, Array | None] = (None, None)  # int32 [B] each
     starts: Starts | None = None
     # the first batch entry and head of a device's share; positions count in its own entries
     first: tuple[Array, Array] | None = None
 
 
 class Kept(typing.NamedTuple):
-    # bool [B, N, rows, columns]: the visible blocks that stay
-    keep: Array
-    # [B, N, T]: of each row, a bound of the probabilities that left
-    lost: Array
+    keep: Array  # bool [B, N, rows, columns]: the visible blocks that stay
+    lost: Array  # [B, N, T]: of each row, a bound of the probabilities that left
 
 
 @functools.lru_cache(maxsize=256)

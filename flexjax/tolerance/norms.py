@@ -21,10 +21,8 @@ class PagedKeys(typing.NamedTuple):
     # [P, page, M, D]; quantised: key = pool * scales, float32 [M] or [P, M]
     pool: Array
     scales: Array | None
-    # int32 [B, n], S = n * page
-    table: Array
-    # float32 [P, M], of each page; None: not known
-    norms: Array | None
+    table: Array  # int32 [B, n], S = n * page
+    norms: Array | None  # float32 [P, M], of each page; None: not known
 
     def at_rows(self, index: Array | np.ndarray) -> Array:
         """The keys [B, M, T, D] at the places `index`, [1 or B, T], in float32 or wider; 0 outside of the pool."""

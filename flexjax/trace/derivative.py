@@ -150,8 +150,7 @@ class Derivatives(typing.NamedTuple):
     # derivatives of `again` with forward functions (jax.custom_vjp) and rules (jax.custom_jvp) in place of the
     # functions: jax differentiates those where it differentiates twice
     after: "Derivatives | None"
-    # that the programs read beyond those of the source
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]  # that the programs read beyond those of the source
 
 
 def derivatives_of(source: Program, sizes: tuple[int, int, int, int], after: bool = True) -> Derivatives:

@@ -28,10 +28,8 @@ class Implementation(typing.Protocol):
     key_shape: tuple[int, ...]
     seed: Callable[[Array], Array]
     fold_in: Callable[[Array, Array], Array]
-    # (words, shape) to words [*shape, *key_shape]
-    split: Callable[[Array, tuple[int, ...]], Array]
-    # (words, bit width, shape) to unsigned integers
-    random_bits: Callable[[Array, int, tuple[int, ...]], Array]
+    split: Callable[[Array, tuple[int, ...]], Array]  # (words, shape) to words [*shape, *key_shape]
+    random_bits: Callable[[Array, int, tuple[int, ...]], Array]  # (words, bit width, shape) to unsigned integers
 
 
 def implementation(dtype: np.dtype) -> Implementation:

@@ -29,10 +29,8 @@ class Reads(typing.NamedTuple):
     """What a mod can read."""
 
     key: Hashable
-    # the captured arrays, in the order in which they were found
-    arrays: tuple[jax.Array, ...]
-    # whether all code is that of flexjax, so that `key` holds types and not objects in place of the arrays
-    ours: bool
+    arrays: tuple[jax.Array, ...]  # the captured arrays, in the order in which they were found
+    ours: bool  # whether all code is that of flexjax, so that `key` holds types and not objects in place of the arrays
 
 
 def reads_of(*values: object) -> Reads | None:

@@ -7,22 +7,19 @@ A *custom function* is one with a derivative rule of its own (jax.custom_jvp, ja
 of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from flexjax.errors import ModError, add_note_once, kind_of, not_bool, shows_all_frames, with_article
+from flexjax.errors import ModError, kind_of, not_bool, shows_all_frames, with_article
 from flexjax.ir.builder import Builder
 from flexjax.ir.program import SCORE, Atom, Lit, Program
 from flexjax.ir.rewrite import select_captures
@@ -31,6 +28,7 @@ from flexjax.mod_tools.made_for import Reach
 from flexjax.mod_tools.picklable import Mod
 from flexjax.mod_tools.settings import users_settings
 from flexjax.mod_tools.signatures import MASK_ARGUMENTS, SCORE_ARGUMENTS, misplaced, other_kind, without_types
+from flexjax.trace.advised import advised
 from flexjax.trace.bare_reads import warn_of_short_arrays
 from flexjax.trace.callbacks import callbacks_run, called_back, first_callback
 from flexjax.trace.derivative import Derivatives, custom_calls, derivatives_of, inline_custom
@@ -38,7 +36,7 @@ from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.memo import Memo
 from flexjax.trace.reads import positions, reads_of
-from flexjax.trace.statement import advice, failed_at, item, traceback_of, up_to, where, where_made
+from flexjax.trace.statement import failed_at, traceback_of, where, where_made
 from flexjax.trace.translation import Equation, Scope
 from flexjax.trace.values import scalar
 
@@ -51,18 +49,14 @@ class TracedMod:
     """A traced score_mod or mask_mod; all fields but two are those of a score_mod (`Derivatives`)."""
 
     program: Program
-    # in the order of `program.captures`
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]  # in the order of `program.captures`
     derivative: Program | None = None
-    # the sentence that says why there is no derivative
-    why_not: str = ""
+    why_not: str = ""  # the sentence that says why there is no derivative
     again: Program | str | None = None
     refused: frozenset[int] = frozenset()
     after: "TracedMod | None" = None
-    # what an error that says `why_not` ends with
-    place: str = ""
-    # whether functions with a derivative rule of their own are in it
-    ruled: bool = False
+    place: str = ""  # what an error that says `why_not` ends with
+    ruled: bool = False  # whether functions with a derivative rule of their own are in it
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -209,12 +203,10 @@ WHOLE_ARRAY_IN_RULE = (
 class Traced(typing.NamedTuple):
     """What calling a mod on tracers gives."""
 
-    # on scalars; its constants are the captured arrays
-    closed: jex_core.ClosedJaxpr
+    closed: jex_core.ClosedJaxpr  # on scalars; its constants are the captured arrays
     # arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
     split: dict[int, jax.Array]
-    # the user's function
-    mod: Callable
+    mod: Callable  # the user's function
 
 
 VALUE_IN_RULE = (
@@ -307,7 +299,7 @@ def _trace(
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.dtype(score_dtype))
     avals = [score if a == "score" else index for a in arguments]
-    with _advised(name, mod, ", which is called with scalars, one position at a time"):
+    with advised(name, mod, ", which is called with scalars, one position at a time"):
         closed, split = _jaxpr_of(mod, avals)
     traced = Traced(closed, split, mod)
     if len(closed.out_avals) != count or any(a.shape != () for a in closed.out_avals):
@@ -336,23 +328,8 @@ def _trace(
 
 def call_on_arrays(name: str, function: Callable, *arrays: jax.Array) -> object:
     """What the user's function `name` of arrays returns. Raises ModError for what a traced function must not do."""
-    with _advised(name, function), users_settings():
+    with advised(name, function), users_settings():
         return function(*arrays)
-
-
-@contextlib.contextmanager
-def _advised(name: str, mod: Callable, called: str = "") -> Iterator[None]:
-    """Says of errors of the user's function `name` what to write, as a ModError; others pass, with a note of it."""
-    try:
-        yield
-    except Exception as error:
-        link = failed_at(error.__traceback__)
-        if (why := _why(error, link)) is None:
-            add_note_once(error, f"In `{name}`{called}.{where(link)}")
-            raise
-        shown = error.__traceback__ if shows_all_frames() else up_to(error.__traceback__, link)
-        refused = ModError(f"`{name}` {why}{where(link) or where_made(mod)}").with_traceback(shown)
-        raise refused from (error if shows_all_frames() else None)
 
 
 AS_IF: dict[str, Callable] = {
@@ -361,72 +338,6 @@ AS_IF: dict[str, Callable] = {
     "mask_mod": lambda b, h, q_idx, kv_idx: True,
 }
 """What is planned for a mod with callbacks: implementation="reference" runs the mod itself."""
-
-
-def _why(error: Exception, link: types.TracebackType | None) -> str | None:
-    """The rest of a sentence that begins with the mod, for what a mod must not do; None for other errors."""
-    text = str(error)
-    if isinstance(error, ModError):
-        return f"cannot be compiled: {error}"
-    for form, said in OF_JAX.items():
-        if found := re.search(form, text):
-            return said.format(*found.groups(), item(link))
-    if isinstance(error, AttributeError):
-        return (advice(link) or _no_attribute(error)) if isinstance(error.obj, Tracer) else None
-    if isinstance(error, jax.errors.TracerArrayConversionError | jax.errors.TracerIntegerConversionError):
-        return advice(link) or TO_NUMPY
-    if isinstance(error, TypeError) and re.search(r"unhashable type: '\w*Tracer'", text):
-        return advice(link) or IN_A_DICT
-    # before TypeError in general, of which these are
-    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.NonConcreteBooleanIndexError):
-        return advice(link, isinstance(error, jax.errors.NonConcreteBooleanIndexError)) or IN_PYTHON
-    if (isinstance(error, TypeError) and "immutable" in text) or (
-        isinstance(error, IndexError) and re.search("static (start|integers)", text)
-    ):
-        return advice(link)
-    if isinstance(error, IndexError) and re.search(r"size 0|empty axis", text):
-        return "reads an array of size 0, which has no element to read; leave the read out where the array is empty."
-    return None
-
-
-OF_JAX = {
-    r"Indexer must have integer or boolean type, got indexer with type (\w+)": (
-        "indexes {1} by a number of type {0}; expected integers. Write `//` for `/`, or jnp.int32(x) around a number x."
-    ),
-    r"Too many indices: (?:array is )?(\d+)-dimensional.* (\d+) were indexed": (
-        "indexes {2}, which has {0} dims, by {1} numbers; leave out the index for which it has no axis."
-    ),
-    r"Shapes must be 1D|(?:It|The error) arose in|argument of jnp|repeats must be static|known statically": (
-        "gives {0} a size or an axis that is known only at run time; expected a Python int. Take the largest size, and "
-        "leave out what is too much by jnp.where."
-    ),
-    r"unsupported format string passed to \w*Tracer|format: a real number is required, not \w*Tracer": (
-        "writes a value into a text that is known only at run time; leave it out, or see values by jax.debug.print "
-        "with implementation='reference'."
-    ),
-}
-"""By what an error of jax or Python says, as a regular expression, the rest of the sentence: its fields are those of
-the expression, then what is indexed or called there.
-"""
-TO_NUMPY = (
-    "uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); use "
-    "jax.numpy inside the mod and index arrays made by jnp.asarray."
-)
-IN_PYTHON = (
-    "decides in Python (if, while, and, or, not, int()) on a value known only at run time; use jnp.where, &, | and ~ "
-    "instead."
-)
-IN_A_DICT = (
-    "looks a traced value up in a dict, a set or a cache; make an array of the values, values = jnp.asarray([...]), "
-    "and read values[b]."
-)
-
-
-def _no_attribute(error: AttributeError) -> str:
-    return (
-        f"uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
-        "jnp.abs(x) for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high)."
-    )
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> tuple[jex_core.ClosedJaxpr, dict[int, jax.Array]]:

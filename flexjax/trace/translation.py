@@ -87,8 +87,7 @@ class Translation(Protocol):
     """What the rules need of the translation of one jaxpr, lower_jaxpr.Lowering, which documents the methods."""
 
     builder: Builder
-    # the program is one that jax differentiates again
-    again: bool
+    again: bool  # the program is one that jax differentiates again
 
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]: ...
 

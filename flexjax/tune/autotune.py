@@ -48,16 +48,11 @@ from flexjax.types import ArrayOrShape, AuxRequest, Dropout, Implementations, Ke
 class Tuning(typing.NamedTuple):
     """What `autotune` found."""
 
-    # of the call with the fastest tiles
-    options: KernelOptions
-    # of every candidate that was tried, in order
-    timings: tuple[Timing, ...]
-    # all candidates were tried before the time was up
-    finished: bool
-    # name of the one that was timed
-    backend: str
-    # the file that the fastest tiles were written to
-    kept: pathlib.Path | None
+    options: KernelOptions  # of the call with the fastest tiles
+    timings: tuple[Timing, ...]  # of every candidate that was tried, in order
+    finished: bool  # all candidates were tried before the time was up
+    backend: str  # name of the one that was timed
+    kept: pathlib.Path | None  # the file that the fastest tiles were written to
 
     def __str__(self) -> str:
         """A table: the backend with the fastest tiles, then a row for each candidate; `*` marks the fastest ones."""

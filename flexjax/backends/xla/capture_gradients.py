@@ -61,13 +61,10 @@ class LoadSlot:
     # places in VisitScores.partials of the derivatives by the load, of the score and of the program's other groups
     partials: tuple[int, ...]
     load: Load
-    # SCALAR, ROW, COLUMN, DIAGONAL or TILE, which decides the shape of its buffer
-    kind: str
+    kind: str  # SCALAR, ROW, COLUMN, DIAGONAL or TILE, which decides the shape of its buffer
     axes: Axes
-    # None: it gathers, or is not of kind TILE
-    slices: SlicePlan | None
-    # the loop indices on which its index depends: one element for each of their values
-    loops: tuple[Val, ...] = ()
+    slices: SlicePlan | None  # None: it gathers, or is not of kind TILE
+    loops: tuple[Val, ...] = ()  # the loop indices on which its index depends: one element for each of their values
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -317,8 +314,7 @@ def each_element(
 class Everywhere(Region):
     """The whole attention matrix of a call, whose positions may be several runs of queries and keys."""
 
-    # where queries and keys lie in the whole problem; the fields of Region count rows of the call
-    placed: Placed
+    placed: Placed  # where queries and keys lie in the whole problem; the fields of Region count rows of the call
 
     @classmethod
     def of(cls, plan: KernelPlan, placed: Placed, nb: int, nh: int) -> "Everywhere":

@@ -29,30 +29,23 @@ Array = jax.Array
 class LoopedPartial:
     """A derivative that depends on loop indices: one for each element of a vector that score_mod reads."""
 
-    # of the derivative program
-    result: Val
-    # from the program's values, once the loop indices have values
-    read: Callable[[Values], Array]
+    result: Val  # of the derivative program
+    read: Callable[[Values], Array]  # from the program's values, once the loop indices have values
 
 
 @dataclasses.dataclass(frozen=True)
 class VisitScores:
     """The scores of one visit, all [batch, heads, block_q, keys]."""
 
-    # scale * q . k, what score_mod gets
-    raw: Array
-    # after score_mod, -inf where `on` is False; weights of a weighted plan, 0 there
-    modified: Array
-    # which entries count, broadcastable to the tile; None: all
-    on: Array | None
+    raw: Array  # scale * q . k, what score_mod gets
+    modified: Array  # after score_mod, -inf where `on` is False; weights of a weighted plan, 0 there
+    on: Array | None  # which entries count, broadcastable to the tile; None: all
     # of a derivative program: derivatives of `modified` by the raw score, then by each load that has a gradient, and
     # its other groups; cotangents if it takes the cotangent of `modified`, and () until that is known. Of a score
     # program the functions of `modified` whose expectations are asked for
     partials: tuple[Array | Lit | LoopedPartial, ...]
-    # keeps the index values of the loads
-    tile: XlaTile
-    # of the score program's steps
-    values: Values | None = None
+    tile: XlaTile  # keeps the index values of the loads
+    values: Values | None = None  # of the score program's steps
 
 
 def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, q_extra: Array | None) -> Array:

@@ -70,8 +70,7 @@ class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
     own_full: Part | None  # None with cp.async
     full: Part | None  # [slots] a visited tile, or its first operand, has arrived; None with cp.async
     meeting: Part | None  # stands for the barrier of the CTA in the simulator
-    # [1] where warpgroups split the columns and copy by TMA
-    second_full: Part | None = None
+    second_full: Part | None = None  # [1] where warpgroups split the columns and copy by TMA
     # [gradients, groups, owned, scored] P and dS in 16 bits, where warpgroups split the columns
     weights: Part | None = None
 

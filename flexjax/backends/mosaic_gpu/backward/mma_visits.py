@@ -36,8 +36,7 @@ State = typing.TypeVar("State")
 class MmaVisit(typing.NamedTuple):
     """One visit."""
 
-    # of the CTA's query heads; `VisitSequence.heads` or more if there is no such visit
-    head: Scalar
+    head: Scalar  # of the CTA's query heads; `VisitSequence.heads` or more if there is no such visit
     step: Scalar  # of the head's visits, unmasked ones before masked ones
     start: Scalar  # first token of the visited tile
 

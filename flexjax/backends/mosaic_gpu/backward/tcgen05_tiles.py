@@ -46,8 +46,7 @@ PAIRED_DIM = 128  # the padded head dims, of keys and of values, at which pairs 
 class Tcgen05Tiles:
     """Sizes of the kernel."""
 
-    # of visited tiles, 2 or more: S of the next visit is computed while a slot is still read for this one
-    slots: int
+    slots: int  # of visited tiles, 2 or more: S of the next visit is computed while a slot is still read for this one
     pairs: bool = False  # whether two CTAs share each instruction of the dK/dV kernel
 
     owned = visited = TILE

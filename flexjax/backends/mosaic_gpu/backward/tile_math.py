@@ -54,8 +54,7 @@ class TileMath:
     """How one kernel computes P and dS of its tiles; known at compile time."""
 
     plan: KernelPlan
-    # results are the score, d score, then d load n at 2 + n; None: identity
-    derivative: ir.Program | None
+    derivative: ir.Program | None  # results are the score, d score, then d load n at 2 + n; None: identity
     shape: tuple[int, int]  # of one warpgroup's tile
     row_axis: str  # "q": tiles are [queries, keys]; "kv": transposed, [keys, queries]
     cta_tile: tuple[int, int]  # (queries, keys) that a CTA takes at once, of which `shape` is one warpgroup's part
