@@ -126,5 +126,4 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
 
 
 def __dir__() -> list[str]:
-    # without the submodules that Python adds
-    return __all__
+    return __all__  # without the submodules that Python adds

@@ -22,8 +22,7 @@ from flexjax.plan.kernel_plan import FLOAT8
 from flexjax.types import ArrayArgument, AuxRequest, Implementations, MaskMod, Quantized
 
 Array = jax.Array
-Lookup = Callable[[Array, Array, Array, Array], Array]
-"""(b, h, q_idx, kv_idx) -> element of an array."""
+Lookup = Callable[[Array, Array, Array, Array], Array]  # (b, h, q_idx, kv_idx) -> element of an array
 
 
 class Options(typing.TypedDict, total=False):

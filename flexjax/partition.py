@@ -26,10 +26,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
 Mesh = jax.sharding.AbstractMesh
-Names = tuple[str, ...]
-"""Axes of a mesh, the outermost first."""
-Spec = tuple[Names, ...]
-"""The axes that split each dimension of an array."""
+Names = tuple[str, ...]  # axes of a mesh, the outermost first
+Spec = tuple[Names, ...]  # the axes that split each dimension of an array
 
 
 # ------------------------------------------------------------------- which programs are split

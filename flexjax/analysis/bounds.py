@@ -16,10 +16,8 @@ from flexjax.ir.program import Atom, Lit, Op, Program, range_of_val
 
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
-LARGEST = 3.4028234663852886e38
-"""The largest float32; a larger number rounds to infinity."""
-EXACT = ("neg", "abs", "max", "min", "select_n")
-"""Operations that do not round."""
+LARGEST = 3.4028234663852886e38  # the largest float32; a larger number rounds to infinity
+EXACT = ("neg", "abs", "max", "min", "select_n")  # operations that do not round
 ROUNDING = 2.0**-22
 """Relative error of a result by float32 rounding and approximate instructions; a sum's is of its largest operand."""
 WITHIN: dict[str, Range] = {

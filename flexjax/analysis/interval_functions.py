@@ -129,8 +129,7 @@ def _cosh(op: Op, args: list[Interval]) -> Interval:
     return Interval(jnp.where(crosses, jnp.ones_like(a), jnp.minimum(a, b)), jnp.maximum(a, b))
 
 
-STEEPEST = 64.0
-"""The largest tangent that is bounded: beyond, devices differ by more than a share of it."""
+STEEPEST = 64.0  # the largest tangent that is bounded: beyond, devices differ by more than a share of it
 
 
 def _tan(op: Op, args: list[Interval]) -> Interval:

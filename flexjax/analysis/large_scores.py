@@ -17,12 +17,10 @@ import math
 from flexjax.analysis.bounds import Range, of_op, range_of
 from flexjax.ir.program import SCORE, UNIFORM, Call, Lit, Op, Program, axes_of, walk_atoms
 
-LARGE = 2.0**22
-"""From this magnitude on, neighbouring float32 numbers differ by 1/2 or more."""
+LARGE = 2.0**22  # from this magnitude on, neighbouring float32 numbers differ by 1/2 or more
 MODERATE_SCORE: Range = (-(2.0**10), 2.0**10)
 """The range that the score which the mod is given is assumed to have."""
-MODERATE_FACTOR: Range = (-2.0, 2.0)
-"""The range that factors of the score and slopes are assumed to have."""
+MODERATE_FACTOR: Range = (-2.0, 2.0)  # the range that factors of the score and slopes are assumed to have
 MASK_WIDTH = 2.0
 """A range at most 2 wide (0 to 1, or -1 to 1) is treated as a 0/1 mask, so its multiplier may be the -1e10."""
 

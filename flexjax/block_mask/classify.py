@@ -31,23 +31,16 @@ from flexjax.ir.program import Load, Program, axes_of, classify_load, loop_indic
 
 Array = jax.Array
 
-CHUNK_BLOCKS = 1 << 22
-"""Blocks classified at once: bounds the memory of the analysis."""
-CHUNK_ENTRIES = 1 << 21
-"""Mask entries evaluated at once by the exact check."""
-SIDE = 16
-"""Blocks along a side of the squares in which a large matrix is classified first."""
-COARSE_FROM = 1 << 18
-"""Number of blocks above which a matrix is large."""
-TILES_AT_ONCE = 1 << 12
-"""Squares of blocks classified at once."""
-UNSURE = 3
-"""Code of an uncertain block, beside the classes EMPTY, PARTIAL and FULL."""
+CHUNK_BLOCKS = 1 << 22  # blocks classified at once: bounds the memory of the analysis
+CHUNK_ENTRIES = 1 << 21  # mask entries evaluated at once by the exact check
+SIDE = 16  # blocks along a side of the squares in which a large matrix is classified first
+COARSE_FROM = 1 << 18  # number of blocks above which a matrix is large
+TILES_AT_ONCE = 1 << 12  # squares of blocks classified at once
+UNSURE = 3  # code of an uncertain block, beside the classes EMPTY, PARTIAL and FULL
 EXACT_BUDGET = 1 << 27
 """Mask entries, times the rounds of loops, that `exact=None` may evaluate: about a second on a CPU core."""
 
-Sizes = tuple[int, int, int, int]
-"""q_len, kv_len, block_q, block_kv."""
+Sizes = tuple[int, int, int, int]  # q_len, kv_len, block_q, block_kv
 
 
 class BlockedMask(typing.NamedTuple):

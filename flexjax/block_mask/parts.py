@@ -17,8 +17,7 @@ from flexjax.tolerance.claim import Claim
 Array = jax.Array
 
 ARRAY_FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "bits", "captures", "origin")
-BROADCAST = 1 << 20
-"""Batch entries or heads for which a mask that all of them share is traced."""
+BROADCAST = 1 << 20  # batch entries or heads for which a mask that all of them share is traced
 STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_user_lists", "claim")
 
 

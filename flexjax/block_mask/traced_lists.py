@@ -35,8 +35,7 @@ from flexjax.mod_tools.settings import own
 from flexjax.partition import Mesh, Names, Rule, Spec
 
 Array = jax.Array
-Split = dict[str, Names]
-"""The axes over which the batch ("b") and the heads ("h") are split."""
+Split = dict[str, Names]  # the axes over which the batch ("b") and the heads ("h") are split
 
 
 def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool, work: Split | None = None) -> list[Array]:

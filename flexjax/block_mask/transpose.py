@@ -33,12 +33,9 @@ There launches take longer than what they compute; a CPU scatters.
 """
 
 
-WORD = 32
-"""Columns of a word of bits."""
-LARGE = 1 << 18
-"""Blocks above which traced lists are stored as bits, and transposed as such."""
-AT_ONCE = 1 << 21
-"""Blocks whose lists a program makes at once."""
+WORD = 32  # columns of a word of bits
+LARGE = 1 << 18  # blocks above which traced lists are stored as bits, and transposed as such
+AT_ONCE = 1 << 21  # blocks whose lists a program makes at once
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:

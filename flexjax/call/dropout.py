@@ -16,8 +16,7 @@ from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
 from flexjax.types import Dropout
 
 Array = jax.Array
-Words = tuple[Array, Array]
-"""Two uint32 scalars."""
+Words = tuple[Array, Array]  # two uint32 scalars
 
 
 def mix(x: Array) -> Array:

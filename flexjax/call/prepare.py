@@ -375,8 +375,7 @@ def _block_mask(
     return _remembered_blocks(make, traced, (heads, lengths, exact))
 
 
-_BLOCKS: Memo[BlockMask] = Memo(128)
-"""Block masks that calls computed from mask_mod, without captured arrays."""
+_BLOCKS: Memo[BlockMask] = Memo(128)  # block masks that calls computed from mask_mod, without captured arrays
 MOST_BYTES = 1 << 18
 """Bytes of the lists of a block mask that is kept in _BLOCKS, and of captured arrays whose numbers are its key."""
 

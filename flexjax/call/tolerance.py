@@ -38,12 +38,10 @@ from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 
 Array = jax.Array
 
-DEFAULT_BLOCK = 128
-"""Queries and keys of a block where the call has no block mask."""
+DEFAULT_BLOCK = 128  # queries and keys of a block where the call has no block mask
 FEW_QUERIES = 16
 """Up to this many queries, norms of all keys would take as long as the call: `score_bound` alone bounds scores."""
-MOST_AT_ZERO = 1 << 22
-"""Blocks up to which it is found while tracing whether any goes where all scores are 0."""
+MOST_AT_ZERO = 1 << 22  # blocks up to which it is found while tracing whether any goes where all scores are 0
 
 
 class Skipped(typing.NamedTuple):
@@ -333,8 +331,7 @@ def _over_explicit_axes(spec: Spec, split: Split, given: Given) -> Callable[[Giv
         return PartitionSpec(batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None)
 
     def of_keys(x: Array) -> PartitionSpec:
-        # key heads that do not divide among the devices are repeated first
-        return PartitionSpec(batch, heads)
+        return PartitionSpec(batch, heads)  # key heads that do not divide among the devices are repeated first
 
     whole = lambda x: PartitionSpec()
     by_entry = lambda x: PartitionSpec(batch if x.shape[0] > 1 else None)

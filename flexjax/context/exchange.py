@@ -108,8 +108,7 @@ class Exchange(typing.NamedTuple):
 
     def from_previous(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays of the device before this one on the ring. A collective."""
-        # not packed: copies of whole shards take memory
-        return [self.shifted(x, 1) for x in arrays]
+        return [self.shifted(x, 1) for x in arrays]  # not packed: copies of whole shards take memory
 
     def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
         """Key, value and perhaps key_extra on this device after `step` steps of the ring, as Keys with numbers."""

@@ -97,8 +97,7 @@ class Builder:
         self._axes: dict[int, Axes] = {v.id: v.axes for v in self.inputs}
         self._vals: dict[int, Val] = {v.id: v for v in self.inputs}
         self._next = FIRST_FREE_ID
-        # axes of the loop indices of which values are being made
-        self.open_loops: Axes = frozenset()
+        self.open_loops: Axes = frozenset()  # axes of the loop indices of which values are being made
 
     # ------------------------------------------------------------------ making values
 

@@ -81,8 +81,7 @@ REDUCTIONS = {
     "loop_xor": "xor",
 }
 """`loop_add(x, k)` is the sum of x over all values of the loop index k, by the operation named here."""
-LOOP_INDEX = "loop_index"
-"""The step without operands whose result is the index of a loop."""
+LOOP_INDEX = "loop_index"  # the step without operands whose result is the index of a loop
 LOOP_AT = "loop_at"
 """`loop_at(x, k, i, ...)`: element k = i of a Call's vector x, only in the program that a derivative is made from."""
 LOOPS = frozenset({*REDUCTIONS, LOOP_INDEX})

@@ -10,8 +10,7 @@ import numpy as np
 
 from flexjax.ir.program import Atom, Linear, range_of_val
 
-Range = tuple[int, int] | None
-"""(lowest, highest), both inclusive; None where unknown."""
+Range = tuple[int, int] | None  # (lowest, highest), both inclusive; None where unknown
 
 
 def is_integer(dtype: str) -> bool:

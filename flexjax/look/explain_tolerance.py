@@ -10,8 +10,7 @@ from flexjax.passes.dispatch import PLATFORMS, Run
 from flexjax.plan.rewrite import last_plan
 from flexjax.tolerance.keep import compiled
 
-MOST_HEADS = 8
-"""Heads whose share is printed; of more, every n-th."""
+MOST_HEADS = 8  # heads whose share is printed; of more, every n-th
 
 
 def describe_tolerance(call: PreparedCall, run: Run) -> str:

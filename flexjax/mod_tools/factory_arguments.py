@@ -17,8 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from flexjax.mod_tools.numpy_arrays import equal_array, shown, unwrapped
 
-LARGEST = 2**31 - 1
-"""The largest position that int32 represents."""
+LARGEST = 2**31 - 1  # the largest position that int32 represents
 
 
 def integer(call: str, name: str, value: object, least: int | None, advice: str) -> int:

@@ -12,8 +12,7 @@ from jax import Array
 AXES = {"batch": "batch entries", "heads": "query heads", "queries": "queries", "keys": "keys"}
 """The axes of a call, in the order b, h, q_idx, kv_idx, and what each counts."""
 
-ANY = 2**31 - 1
-"""The upper end of a size that has none."""
+ANY = 2**31 - 1  # the upper end of a size that has none
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -18,8 +18,7 @@ def as_array(value: ArrayLike) -> jax.Array:
     return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
-MOST_BYTES = 1 << 14
-"""Bytes of an array that `equal_array` keeps."""
+MOST_BYTES = 1 << 14  # bytes of an array that `equal_array` keeps
 
 
 def equal_array(value: ArrayLike) -> jax.Array:

@@ -4,8 +4,7 @@ import types
 import typing
 from collections.abc import Sequence
 
-Replacement = tuple[object, str, object]
-"""(owner, name of its attribute, what takes its place)."""
+Replacement = tuple[object, str, object]  # (owner, name of its attribute, what takes its place)
 
 
 class Installed:

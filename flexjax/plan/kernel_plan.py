@@ -240,8 +240,7 @@ class Scales(typing.NamedTuple):
     value: jax.Array
 
 
-FLOAT8 = "float8_e4m3fn"
-"""The dtype of 8 bits that query, key and value may have."""
+FLOAT8 = "float8_e4m3fn"  # the dtype of 8 bits that query, key and value may have
 QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
 """Places of the movable operands in Operands.movable; from FIRST_CAPTURE on come the arrays that score_mod captures."""
 

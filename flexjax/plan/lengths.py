@@ -15,8 +15,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Lengths, Results
 
 Array = jax.Array
 
-NONE = Lengths(None, None)
-"""The lengths of a call without lengths: every query and key exists."""
+NONE = Lengths(None, None)  # the lengths of a call without lengths: every query and key exists
 
 
 def token_axis(plan: KernelPlan) -> int:

@@ -13,10 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-LARGEST = 8 << 20
-"""Bytes of the largest file that is read: ten thousand entries of measured tiles."""
-PATIENCE = 10.0
-"""Seconds that a writer waits for the lock of another one, which holds it for milliseconds."""
+LARGEST = 8 << 20  # bytes of the largest file that is read: ten thousand entries of measured tiles
+PATIENCE = 10.0  # seconds that a writer waits for the lock of another one, which holds it for milliseconds
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 

@@ -34,14 +34,12 @@ from flexjax.rewrites import mask_blocks
 
 Array = jax.Array
 
-MOST_ROWS = 64
-"""The most rows of the joined head."""
+MOST_ROWS = 64  # the most rows of the joined head
 HEADS = (8, 16)
 """Numbers of key heads that are joined: whole vectors of eight sublanes need no copy; more heads hide too much."""
 TILE_BYTES, TILE_BYTES_OF_MANY_ROWS = 4 << 20, 512 << 10
 """Bytes of the keys and values of a tile for up to MOST_ROWS rows, and for more."""
-LANES = 128
-"""Columns of a tile are a multiple of this."""
+LANES = 128  # columns of a tile are a multiple of this
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:

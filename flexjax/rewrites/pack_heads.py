@@ -27,8 +27,7 @@ from flexjax.rewrites import mask_blocks
 
 Array = jax.Array
 
-MOST_ROWS = 64
-"""The most rows that a packed head has."""
+MOST_ROWS = 64  # the most rows that a packed head has
 
 
 def packed_plan(plan: KernelPlan) -> KernelPlan | None:

@@ -50,8 +50,7 @@ from flexjax.trace.lift_numpy import eager_without_mesh
 
 Array = jax.Array
 
-BLOCK = 128
-"""Block size of the lists of a split call, in queries and keys."""
+BLOCK = 128  # block size of the lists of a split call, in queries and keys
 GAIN = 1.5
 """A call is split if it visits so many times the entries of the split call.
 

@@ -34,18 +34,13 @@ from flexjax.tolerance.static import sums_of
 
 Array = jax.Array
 
-AT_ONCE = 1 << 22
-"""Blocks whose bounds are computed at once."""
-SLACK = 1e-3
-"""Added to the logarithm of each share, for what kernels round in exponentials and sums."""
-SLACK_OF_SCORES = 2.0**-20
-"""A share of both bounds that is added too, for the rounding of large scores."""
-SLACK_OF_SUM = 1e-4
-"""A share of the sum of shares, for its own rounding."""
+AT_ONCE = 1 << 22  # blocks whose bounds are computed at once
+SLACK = 1e-3  # added to the logarithm of each share, for what kernels round in exponentials and sums
+SLACK_OF_SCORES = 2.0**-20  # a share of both bounds that is added too, for the rounding of large scores
+SLACK_OF_SUM = 1e-4  # a share of the sum of shares, for its own rounding
 
 
-LEAST = 2.0**-126
-"""The least bound of what a row lost, if it lost anything: a smaller number may underflow."""
+LEAST = 2.0**-126  # the least bound of what a row lost, if it lost anything: a smaller number may underflow
 
 
 @dataclasses.dataclass(frozen=True)

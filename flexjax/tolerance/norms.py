@@ -49,8 +49,7 @@ class PagedKeys(typing.NamedTuple):
         return (page >= 0) & (page < self.pool.shape[0])
 
 
-SMALLEST = 2.0**-62
-"""Below this the square of a float32 may underflow."""
+SMALLEST = 2.0**-62  # below this the square of a float32 may underflow
 
 
 def rounding_of(dtype: str, precision: str, dim: int) -> float:

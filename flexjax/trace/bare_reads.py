@@ -125,5 +125,4 @@ def _warn(message: str, eqn: object) -> None:
         warnings.warn_explicit(message, UserWarning, *key[1:])
     else:
         warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
-    # after the warning, so that one turned into an error is raised each time
-    _said.add(key)
+    _said.add(key)  # after the warning, so that one turned into an error is raised each time

@@ -180,8 +180,7 @@ class Lift:
         self._copies: dict[int, object] = {}
         self._scopes: dict[int, dict[str, object]] = {}
         self._alive: list[object] = []
-        # split arrays, by the id of the unsplit array that replaces each
-        self.split: dict[int, jax.Array] = {}
+        self.split: dict[int, jax.Array] = {}  # split arrays, by the id of the unsplit array that replaces each
 
     def value(self, value: object) -> object:
         """The copy of any value, or the value itself if it reaches no array that has to be replaced."""

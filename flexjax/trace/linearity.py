@@ -79,10 +79,8 @@ SUMS = frozenset(
     }
 )
 """Primitives that are linear in all their floating operands together."""
-PRODUCTS = frozenset({"dot_general", "mul"})
-"""Primitives that are linear in each of their two operands."""
-FIRST = frozenset({"div", "dynamic_slice", "gather"})
-"""Primitives that are linear in their first operand."""
+PRODUCTS = frozenset({"dot_general", "mul"})  # primitives that are linear in each of their two operands
+FIRST = frozenset({"div", "dynamic_slice", "gather"})  # primitives that are linear in their first operand
 
 
 def rule_of(

@@ -94,8 +94,7 @@ def equation_as_call(lowering: Translation, eqn: Equation, args: list[Value]) ->
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in taken]
         rule = rule_of(eqn, bind, types)
         linear = rule is None or is_linear(rule, sum(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars))
-        # the text of an equation has only the name of a derivative rule
-        text += digest(rule)
+        text += digest(rule)  # the text of an equation has only the name of a derivative rule
     step = Call(eqn.primitive.name, text, tuple(parts), tuple(results), on_words(bind, dtypes), inner, linear)
     lowering.builder.steps.append(step)
     made = [

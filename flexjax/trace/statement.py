@@ -23,8 +23,7 @@ _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 
 # ------------------------------------------------------------------- where
 
-WIDTH = 120
-"""Characters of a line that a message shows."""
+WIDTH = 120  # characters of a line that a message shows
 
 
 def failed_at(whole: types.TracebackType | None) -> types.TracebackType | None:

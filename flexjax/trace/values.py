@@ -25,8 +25,7 @@ from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom, Lit
 
-MAX_ELEMENTS = 1024
-"""Largest small array that is unrolled into scalars."""
+MAX_ELEMENTS = 1024  # largest small array that is unrolled into scalars
 ROLL = 8
 """The most elements of a vector that is unrolled into scalars; a loop reads one element of a longer one a round."""
 # iterations of a loop that is unrolled, and elements of a known array that a Call other than a loop gets as atoms

@@ -34,8 +34,7 @@ ZERO = np.int32(0)
 TileAt = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
 """(grid indices and prefetched references of an index map) -> batch entry, query head, query tile, key tile."""
 
-Key = tuple[int, int]
-"""(number of a program in the kernel, id of a value in that program)."""
+Key = tuple[int, int]  # (number of a program in the kernel, id of a value in that program)
 
 
 @dataclasses.dataclass

@@ -93,8 +93,7 @@ class TiledOperands:
         """`derivative` is for the backward and tangent passes; the backward pass has tile sizes of its own."""
         self.plan = plan
         self.sizes = choose_tile_sizes(plan, target, backward)
-        # the dtype of scores and sums
-        self.compute = jnp.dtype(plan.score_dtype)
+        self.compute = jnp.dtype(plan.score_dtype)  # the dtype of scores and sums
         # A CPU has no low-precision units: widening once beats widening in every product.
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow and plan.cache_dtype is None else self.compute

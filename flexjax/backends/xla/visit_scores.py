@@ -114,8 +114,7 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
     partial = partial.astype(tiled.compute)
     if on is None or not tiled.plan.differentiable:
         return partial
-    # a NaN would reach the second derivatives
-    return jnp.where(on, partial, jnp.zeros_like(partial))
+    return jnp.where(on, partial, jnp.zeros_like(partial))  # a NaN would reach the second derivatives
 
 
 def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, mask_q_end: bool) -> Array | None:

@@ -46,8 +46,7 @@ def shares_of(plan: KernelPlan) -> int:
         if plan.group % n == 0 and (n == 1 or n * plan.kv_len <= plan.group * plan.q_len)
     ]
     if not dq_order.is_full(plan) and not dq_order.is_triangle(plan):
-        # of unequal documents, say, where one CTA for a whole group takes 1.7 times as long
-        return fit[-1]
+        return fit[-1]  # of unequal documents, say, where one CTA for a whole group takes 1.7 times as long
     ctas = plan.batch * plan.kv_heads * cdiv(plan.kv_len, FUSED_KEYS)
     return next((n for n in fit if ctas * n >= ENOUGH_CTAS * dq_order.REFERENCE_SMS), fit[-1])
 

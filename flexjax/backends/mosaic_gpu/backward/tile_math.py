@@ -340,8 +340,7 @@ class ColumnMath:
         # rows that are keys past the end reach only rows of dK and dV that are not kept (dQ: `kept_rows`)
         ends = [("kv", plan.kv_len, keys)] if math.row_axis == "q" else []
         if self.score is not None:
-            # score_mod may have made NaN of lse2 = inf
-            ends.append(("q", plan.q_len, queries))
+            ends.append(("q", plan.q_len, queries))  # score_mod may have made NaN of lse2 = inf
         for axis, end, together in ends:
             if end % together == 0:
                 continue

@@ -17,8 +17,7 @@ from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
 from flexjax.backends.target import Target, known_device
 from flexjax.types import KernelOptions
 
-CAPABILITY = "9.0"
-"""Of the kernels for Hopper."""
+CAPABILITY = "9.0"  # of the kernels for Hopper
 
 
 def refuses_device(target: Target | None, options: KernelOptions) -> str | None:

@@ -10,8 +10,7 @@ from flexjax.backends.mosaic_gpu.machine.columns import ctas_of
 from flexjax.plan.kernel_plan import FLOAT8, KernelPlan
 from flexjax.rewrites.float8 import in_16_bits
 
-SMALL_DIM = 64
-"""The largest head dim at which bfloat16 is as fast."""
+SMALL_DIM = 64  # the largest head dim at which bfloat16 is as fast
 OUT_COLUMNS = 64
 """Columns of the part of an output that leaves in one copy, of which the tiles of the output have whole parts."""
 

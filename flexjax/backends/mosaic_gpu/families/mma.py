@@ -24,8 +24,7 @@ from flexjax.backends.mosaic_gpu.tangent.tiles import TOKENS, MmaTangentTile, Mo
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import FLOAT8, BackwardInputs, Gradients, KernelPlan, Operands, Results, TangentInputs
 
-SIZES = ("block_q", "block_kv", "num_stages")
-"""The options of the forward kernel."""
+SIZES = ("block_q", "block_kv", "num_stages")  # the options of the forward kernel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from flexjax.backends.mosaic_gpu.forward.tcgen05_tiles import Tcgen05ForwardTile
 from flexjax.backends.mosaic_gpu.machine.shared_memory import TMEM_LANES
 from flexjax.plan.kernel_plan import BackwardInputs, Gradients, KernelPlan, Operands, Results
 
-CAPABILITIES = ("10.0", "10.3")
-"""Compute capabilities with tcgen05."""
+CAPABILITIES = ("10.0", "10.3")  # compute capabilities with tcgen05
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,7 @@ from flexjax.ir.widened_loads import widenable, widened
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.rewrite import Rewrite
 
-MOST_BYTES = 1 << 22
-"""The largest array that is converted, in bytes of float32."""
+MOST_BYTES = 1 << 22  # the largest array that is converted, in bytes of float32
 LEAST_ENTRIES = 1 << 28
 """The fewest entries of the attention matrix, over batch and heads, that blocks of the mask may visit in such a call.
 """

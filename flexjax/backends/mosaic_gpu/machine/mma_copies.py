@@ -90,8 +90,7 @@ class Copies:
             assert arrived is not None
             plgpu.barrier_wait(arrived)
         else:
-            # A copy of cp.async can only be waited for by its own thread.
-            self.wait(arrived, pending)
+            self.wait(arrived, pending)  # A copy of cp.async can only be waited for by its own thread.
 
     def sync(self) -> None:
         """Waits until all threads of the CTA are here; all then see what they wrote to shared memory."""
@@ -233,8 +232,7 @@ def _copy_plain_by_threads(source: Ref, target: Ref, rows: Scalar | None) -> Non
 def _clear_by_threads(target: Ref, rows: Scalar) -> None:
     """Writes zeros to the rows of a tile of 16-bit elements from number `rows` on, in all threads of this warpgroup."""
     height, width = target.shape
-    # Swizzling moves 16 bytes within a row, so it does not matter here.
-    swizzle = swizzle_bytes(width, 2)
+    swizzle = swizzle_bytes(width, 2)  # Swizzling moves 16 bytes within a row, so it does not matter here.
 
     @inline_mgpu(plgpu.RefType(swizzled(width, 2)), SCALAR_LAYOUT)
     def clear(target: ir.Value, limit: mgpu.FragmentedArray) -> None:

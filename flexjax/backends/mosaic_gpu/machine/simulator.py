@@ -18,8 +18,7 @@ Result = TypeVar("Result")
 
 _SIMULATED = contextvars.ContextVar("simulated", default=False)
 
-DEVICE_OPS: list[Callable] = []
-"""Every function that `device_op` has decorated."""
+DEVICE_OPS: list[Callable] = []  # every function that `device_op` has decorated
 
 
 @contextlib.contextmanager
