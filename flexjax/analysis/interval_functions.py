@@ -26,8 +26,7 @@ INEXACT: dict[str, float] = {
 """Functions whose results differ between devices and compilers, by how much relative to the result.
 
 Largest are tanh.approx of NVIDIA GPUs (2^-11) and exponentials, whose operand is first multiplied by log2(e): an error
-of 2^-24 of 128 is one of 2^-17 of the result. The error of a float32 function of XLA is up to 34 units in the last
-place (exp2).
+of 2^-24 of 128 is one of 2^-17 of the result. XLA's float32 functions are up to 34 ulp off (exp2).
 """
 
 ABSOLUTE: dict[str, float] = {

@@ -57,8 +57,7 @@ def bound(
     """What is known of the first result of a program in each block of the grid, where the score lies in `score`.
 
     With `entries` each block is one entry, so that queries and keys are points too. What depends on a loop index is
-    bounded over all of its values at once, so the cost does not grow with them. Works under jit: shapes depend on the
-    grid alone.
+    bounded over all of its values at once, so the cost does not grow with them. It works under jit.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     if score is not None:

@@ -75,8 +75,7 @@ class Backend(typing.Protocol):
     slow_to_lower: bool = False  # whether a pass takes so long to lower that its module is kept for the next equal one
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can.
-        Pure.
+        """A sentence: why this backend cannot run the forward pass of the plan on the target; None if it can. Pure.
 
         The target is of the backend's own platform; in the simulator it may be any. Without a target the sentence says
         why none can run the plan.
@@ -84,8 +83,7 @@ class Backend(typing.Protocol):
         return None
 
     def refuses_request(self, plan: KernelPlan) -> str | None:
-        """A sentence that says which product or instruction the call asks for that this backend does not know; None if
-        it knows all. Pure.
+        """A sentence: what product or instruction of the call this backend does not know; None if it knows all. Pure.
 
         It is not asked where the backend takes over a pass from another one.
         """
@@ -94,8 +92,7 @@ class Backend(typing.Protocol):
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        """A sentence that says why this backend cannot compute the wanted gradients of a plan that it accepted; None if
-        it can. Pure.
+        """A sentence: why this backend cannot compute these gradients of an accepted plan; None if it can. Pure.
 
         The backend xla then computes the whole backward pass.
         """

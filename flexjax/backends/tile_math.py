@@ -95,8 +95,7 @@ def power_below(power: Array, whole: Array) -> Array:
 
 
 def rounded_weights(weights: Array, lse2: Array, dtype: str) -> Array:
-    """Float32 weights with the rounding that the forward pass gave them, if its references were multiples of ln 2
-    (`whole_power`).
+    """Float32 weights rounded as in a forward pass whose references are multiples of ln 2 (`whole_power`).
 
     weights   probabilities times the dropout multiplier; 0 in rows where lse2, the lse in base 2, is infinite
     """

@@ -1,7 +1,6 @@
 """block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection.
 
-`picked` is everywhere the selection: three int arrays, the numbers of the selected batch entries, heads and query
-blocks.
+`picked` is everywhere the selection: three int arrays, the selected batch entries, heads and query blocks.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,7 @@
     q_idx of a mod   = q - start of the document of q      and so kv_idx
     mask             = (q and kv lie in one document) & mask_mod
 
-So every backend runs them. The canonical order (plan/invariant.py) takes the offsets too: its tiles begin where
-documents do.
+So every backend runs them. The canonical order (plan/invariant.py) takes the offsets too: tiles begin with documents.
 """
 
 import dataclasses

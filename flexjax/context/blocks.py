@@ -34,8 +34,7 @@ class Visited(typing.NamedTuple):
 def trace_mask(mask_mod: Callable, lengths: Lengths, batch: int | None, heads: int | None) -> TracedMod:
     """Traces mask_mod(b, h, q_idx, kv_idx) for a sequence of these lengths (queries, keys).
 
-    Batch or heads of None are not known; raises ValueError if the mask reads `b` (`h`) then, and ModError if it cannot
-    be traced.
+    Batch or heads of None are not known; raises ValueError if the mask reads `b` (`h`) then, ModError if untraceable.
     """
     reach = exactly(batch, heads, *lengths)
     check_sizes("mask_mod", mask_mod, reach)

@@ -118,8 +118,7 @@ class Builder:
     def op(self, prim: str, inputs: Sequence[Atom], dtype: DTypeLike, **params: object) -> Atom:
         """The atom that the operation `prim` makes: folded, found among earlier steps, or the result of a new step.
 
-        `prim` is a name of operations.py, "clamp" or "stop_gradient". Static parameters (`params`) that are None are
-        dropped.
+        `prim` is a name of operations.py, "clamp" or "stop_gradient". `params` that are None are dropped.
         """
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
@@ -361,8 +360,7 @@ class Builder:
         return self.op("mul", (choice.score, factor), dtype)
 
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
-        """The result of a sum, product, division or remainder by an identity such as x * 1 = x; None where none
-        applies.
+        """The result of a sum, product, division or remainder by an identity such as x * 1 = x, or None.
 
         Float identities are used only where they keep the bits (x * 1, x / 1) or, for `simplify.regrouped`, change one
         rounding.

@@ -63,8 +63,7 @@ def separate_bias(program: Program) -> SeparatedScore | None:
         return axis_class(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
-        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`; False if the form does not
-        fit.
+        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`; False if it does not fit.
 
         It takes sums, negations and products with an atom of b and h alone apart; anything else without s is one term.
         """

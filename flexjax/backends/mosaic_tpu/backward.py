@@ -23,8 +23,7 @@ from flexjax.plan.lengths import NONE, where_exists
 
 
 def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradients:
-    """The gradients of the wanted operands in their shapes; None for the others. The caller has checked that none is
-    refused.
+    """The gradients of the wanted operands in their shapes, None for the others; none is a refused one.
 
     Those of captured arrays and of sinks are in the dtypes of these, all others in the plan's dtype.
     """
@@ -93,8 +92,7 @@ def _kernel_arrays(
 def _sink_gradient(plan: KernelPlan, operands: Operands, results: Results, shift: jax.Array) -> jax.Array:
     """The gradient of the sinks, [N] in their dtype, summed over batch and queries; `shift` is as in `_kernel_arrays`.
 
-    A sink is one more score of each row, without a value: the cotangent of the sink in a row is -p * shift with p =
-    exp(sink - lse).
+    A sink is a score of each row without a value: its cotangent in a row is -p * shift, p = exp(sink - lse).
     """
     assert operands.sinks is not None
     heads_last = plan.layout == "BTNH"

@@ -80,8 +80,7 @@ class DqKernel:
         """One grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
         Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle
-        visit, the only one of a row without tiles, adds nothing, so that zeros are written, to d_load of tile reads
-        too.
+        visit, the only one of a row without tiles, adds nothing: zeros are written, to d_load of tile reads too.
         """
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)

@@ -86,8 +86,7 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ what each tile is, from the block lists
 
     def _tile_states(self, plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists and the
-        lengths.
+        """(kinds, bits of blocks that are on, bits of full blocks) of all tiles, from block lists and lengths.
 
         Kinds are those of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; a tile past a length is
         IDLE. The bit sets are int32 with one more dimension, of `words`, which may be 0.
@@ -217,8 +216,7 @@ class BlockSparseOrder(VisitOrder):
     def _decode(self, grid: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> tuple:
         """(batch entry, query head, query tile, key tile, group member) of a list entry in a grid step.
 
-        Where the lists of a group are joined, a column is member * q_tiles + query tile. The member is 0 in a
-        query-major order.
+        Where the lists of a group are joined, a column is member * q_tiles + query tile. Query-major: member 0.
         """
         b, head = grid[0], grid[1]
         tile = row

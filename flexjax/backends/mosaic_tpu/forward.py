@@ -7,8 +7,7 @@ Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel 
 Exponentials are to base 2; without a score program, the scale is folded into their argument. Of a weighted plan the
 scores are the weights: no maximum, no exponential and no division, and lse is the row sum. Expectations sum alike.
 
-The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); the pipeline of Pallas copies all
-others.
+The kernel itself copies keys and values in pages, a visit ahead (page_copies.py); Pallas copies all others.
 """
 
 import dataclasses

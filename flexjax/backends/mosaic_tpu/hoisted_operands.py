@@ -145,8 +145,7 @@ class HoistedOperands:
         """The hoisted values of one program, evaluated by JAX outside of the kernel: id of the value -> its array.
 
         An array is [b, h, q, kv] with size 1 along the axes that the value does not depend on, or that of
-        `hoisted.diagonal_grid`. Values with a `direct_load` are left out, because the kernel reads their captured
-        arrays.
+        `hoisted.diagonal_grid`. Values with a `direct_load` are left out, because the kernel reads the arrays.
         """
         g = self.geometry
         found: dict[int, jax.Array] = {}

@@ -78,8 +78,7 @@ def prefetch_count_after_order(added: int) -> int:
 
 
 def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
-    """Runs a kernel over all visits, one launch for each chunk; returns its output arrays in the pytree of
-    `call.outputs`.
+    """Runs a kernel over all visits, one launch for each chunk; returns the arrays of `call.outputs`.
 
     Launches write into the same outputs, but none can read what an earlier one wrote. A block that no visit writes is 0
     where its Output is `zeroed` or there are several chunks, and undefined otherwise.

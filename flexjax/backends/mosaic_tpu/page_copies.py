@@ -85,11 +85,9 @@ class PageCopies:
         )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
-        """Rows `keys` of the visited tile [keys, D] and their values [keys, E], in the plan's dtype, after
-        `begin_visit`.
+        """Rows `keys` of the visited tile [keys, D] and their values [keys, E], after `begin_visit`.
 
-        Quantised ones are without their scales. Values of keys that do not exist are 0 unless quantised; their keys may
-        be anything.
+        Quantised ones are without their scales. Values of keys that do not exist are 0 unless quantised.
         """
         slot, dtype = _slot(visit.number), jnp.dtype(self.plan.dtype)
         return slots.key[slot, keys, :].astype(dtype), slots.value[slot, keys, :].astype(dtype)
@@ -113,11 +111,9 @@ class PageCopies:
         return b, start, jnp.where(kind == np.int32(IDLE), tile, keys)
 
     def _start(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """Starts the copies of visit v into its slot, none if it is idle, and counts them in `slots.copied` for
-        `_wait`.
+        """Starts the copies of visit v into its slot, none if idle, and counts them in `slots.copied`.
 
-        The slot must be free: the visit two before has been computed. A piece whose page is not in the pool is zeroed
-        at once.
+        The slot must be free: the visit two before has been computed. A piece that is not in the pool is zeroed.
         """
         b, start, keys = self._keys(tables, v, pages)
         columns, page, rows = (

@@ -232,8 +232,7 @@ def table_size(program: Program, load: Load) -> int:
 
 
 def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
-    """Whether the load reads `capture[..., q, kv]`, by plain q and kv without an offset, with other indices of b and h
-    alone.
+    """Whether the load reads `capture[..., q, kv]`, by plain q and kv, with other indices of b and h alone.
 
     Blocks of the captured array itself are then the operand.
     """
@@ -263,8 +262,7 @@ FINITE_OPS = frozenset(
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result of a score or derivative program is surely finite wherever the score is, by the operations
-    alone.
+    """Whether every result of a program is surely finite wherever the score is, by the operations alone.
 
     Elements of captured arrays and products of two values that depend on the score do not count as finite.
     """

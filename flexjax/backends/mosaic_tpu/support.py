@@ -258,8 +258,7 @@ def _capture_refusal(
 ) -> str | None:
     """Why the kernels cannot compute the gradient of the captured array that `load` reads; None if they can.
 
-    `load_class` is "scalar", "row", "column", "diagonal" or "tile"; `derivative` is the program that the load belongs
-    to.
+    `load_class` is "scalar", "row", "column", "diagonal" or "tile"; `derivative` has the load.
     """
     shown = derivative.captures[load.capture]
     if any("score" in ir.axes_of(a) for a in load.index):

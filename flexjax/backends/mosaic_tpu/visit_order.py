@@ -93,8 +93,7 @@ class VisitOrder:
 class DenseOrder(VisitOrder):
     """Every tile, in plain grid dimensions: (b, h, q tile, kv tile), or (b, key head, kv tile, q tile, group member).
 
-    With a mask every visit is PARTIAL. Without one a visit is FULL, or EDGE if its tile reaches past an end of the
-    matrix.
+    With a mask every visit is PARTIAL. Without one a visit is FULL, or EDGE if its tile reaches past an end.
     """
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool):

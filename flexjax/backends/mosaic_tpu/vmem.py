@@ -84,8 +84,7 @@ def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
     wanted    the size to stay near
     block     size of the mask's blocks, None without a block mask
 
-    Legal is a multiple of `quantum` that is a multiple or a divisor of `block`. Raises NoTile where no size up to 2048
-    is legal.
+    Legal is a multiple of `quantum` that is a multiple or a divisor of `block`. NoTile: none up to 2048 is.
     """
     whole = length if block is None or length <= block else round_up(length, block)
     if whole <= max(wanted, quantum):
@@ -261,8 +260,7 @@ def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> 
     """Tiles for both backward kernels that fit the chip's VMEM by the model, best first; [] if none does. Raises as
     `forward_candidates`.
 
-    Where the derivative program is not known yet, callers pass score_mod's own program, so a tile found then may not
-    fit later.
+    Where the derivative program is not known yet, callers pass score_mod's own, so a tile may not fit later.
     """
     found: list[VmemTiles] = []
     options = plan.options

@@ -245,11 +245,9 @@ def _below_jvp(
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(probabilities [B, N, T, S], lse [B, N, T], largest score [B, N, T]) of the softmax of scores [B, N, T, S] over
-    keys.
+    """(probabilities [B, N, T, S], lse [B, N, T], largest score [B, N, T]) of scores [B, N, T, S].
 
-    sinks are [N]. In a row whose scores are all -inf, probabilities are 0; lse is the sink there, and -inf without
-    sinks.
+    sinks are [N]. In a row whose scores are all -inf, probabilities are 0; lse is the sink, or -inf.
     """
     fixed = jax.lax.stop_gradient(scores)
     max_scores = jnp.max(fixed, axis=-1, initial=-jnp.inf)

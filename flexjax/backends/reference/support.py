@@ -44,8 +44,7 @@ class DenseBackend(Backend):
     def forward(
         self, plan: KernelPlan, operands: Operands, target: Target, derivative: Program | None = None
     ) -> Results:
-        """out, lse and, if the plan asks for them, max_scores and rounding (zeros), by reference_attention on the
-        plan's programs.
+        """out, lse and perhaps max_scores and rounding (zeros), by reference_attention on the plan's programs.
 
         derivative   program of score_mod's derivatives, if the pass is differentiated
         """
@@ -153,8 +152,7 @@ def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
 
 
 def _dropout(plan: KernelPlan, operands: Operands) -> dict:
-    """The keywords dropout_keep, bool [B, N, T, S] in both layouts, and dropout_rate of reference_attention; {} without
-    dropout.
+    """The keywords dropout_keep, bool [B, N, T, S] in both layouts, and dropout_rate; {} without dropout.
 
     dropout_rate is found from the largest factor; it is 0 if every probability is dropped, which changes nothing.
     """

@@ -1,7 +1,6 @@
 """The backward pass in XLA: one loop over the tiles of the forward pass, which computes the probabilities again.
 
-With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do and dlse the cotangents of out and
-lse:
+With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do, dlse the cotangents of out, lse:
 
     delta = sum_e do * out                 for each row
     dv    = (p r)^T do

@@ -195,8 +195,7 @@ def _loop(
 ) -> Carry:
     """carry = body(t, carry) for t = 0 .. count - 1; `most` is a static upper bound of `count`.
 
-    For a differentiable plan the loop has the static length `most`, because reverse mode needs it, and skips rounds
-    past `count`.
+    For a differentiable plan the loop has the length `most`, for reverse mode, and skips rounds past `count`.
     """
     if most == 0:
         return carry

@@ -95,17 +95,14 @@ def slots(derivative: Program, wanted: Sequence[bool]) -> list[LoadSlot]:
 
 
 class CaptureGradients:
-    """How the gradients of captured arrays are summed: the slots of all wanted loads, and what is done with their
-    buffers.
+    """How the gradients of captured arrays are summed: the slots of all wanted loads, and their buffers.
 
     The buffers, an array for each slot in this order, are a list in the carry of the loops: `start` makes them, `add`
     adds one visit, `finish` turns them into gradients.
     """
 
     def __init__(self, tiled: TiledOperands, derivative: Program | None, wanted: Sequence[bool]):
-        """`derivative` is None where score_mod is the identity; `wanted`: for each captured array, whether to compute
-        it.
-        """
+        """`derivative`: None where score_mod is the identity; `wanted`: of each captured array, whether."""
         self.tiled = tiled
         self.plan = tiled.plan
         self.derivative = derivative
@@ -290,8 +287,7 @@ def each_element(
 ) -> Carry:
     """The carry after `body(carry, derivatives by the element, values of the loop indices)` for each element of a load.
 
-    A load reads one element at a position, or one for each value of its loop indices. `scores.tile` then has its index
-    values.
+    A load reads one element at a position, or one for each value of its loop indices. `scores.tile` has its index.
     """
     partials, values = [scores.partials[n] for n in slot.partials], scores.values
     assert values is not None

@@ -11,8 +11,7 @@ Array = jax.Array
 
 
 def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
-    """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a
-    block.
+    """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along diagonals of a block.
 
     out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j.
     """

@@ -1,8 +1,7 @@
 """Larger mask blocks for accelerators: few large steps instead of many small ones.
 
 On a GPU or TPU every step of a loop costs the launch of its operations, and a loop whose length is data costs a round
-trip to the host for each step. A block of 128 x 128 is too little work for that. So the xla backend does one of two
-things there:
+trip to the host for each step. A block of 128 x 128 is too little work for that. So xla does one of two things:
 
     one step       a call with at most ONE_STEP scores drops its block lists: the whole score matrix at once, masked by
                    the mask program
@@ -50,8 +49,7 @@ def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
     """(queries, keys) of the larger blocks of a plan that has a block mask.
 
     Calls of at most ONE_STEP scores take one step: the whole score matrix. Others take LARGE or MEDIUM; an option of
-    the pass replaces the number of queries and may lower the number of keys. Blocks are whole mask blocks, and make up
-    a run.
+    the pass replaces the number of queries and may lower the number of keys. Blocks are whole mask blocks of a run.
     """
     blocks, options, origin = plan.blocks, plan.options, plan.origin
     assert blocks is not None

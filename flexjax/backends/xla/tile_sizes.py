@@ -90,8 +90,7 @@ class TileSizes:
 
 
 def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) -> TileSizes:
-    """The tiles of a pass: as many heads, then batch entries, then key blocks as fit the number of scores that a tile
-    may have.
+    """The tiles of a pass: as many heads, then batch entries, then key blocks as fit the scores of a tile.
 
     `backward` chooses the pass whose tile options count. Without a block mask these options set the size of a tile, at
     most the sequence lengths and cut to a divisor of the runs of an origin. Under a block mask a tile has the queries

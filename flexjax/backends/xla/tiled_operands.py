@@ -1,5 +1,4 @@
-"""The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied head group by head
-group.
+"""The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied by head groups.
 
 Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end
 are masked, by a mask that exists only where a block reaches past it. The forward pass of a call with few queries, as in
@@ -57,8 +56,7 @@ def _is_narrow(x: Array) -> bool:
 
 
 def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
-    """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their
-    end.
+    """The captured arrays, with zeros appended where a slice that a tile reads would reach past their end.
 
     overhang   how many queries and keys the last tiles reach past the end of the call
     """

@@ -48,8 +48,7 @@ def backward_dkv_split(
 ) -> HopperDkvOutputs[jax.Array]:
     """dK, times scale, and dV of a call, in parts in the shapes of the padded keys and values.
 
-    The grid has one CTA for each tile of SPLIT_KEYS keys of each key head, or a cluster of CTAs that share the columns.
-    Nothing is staged.
+    A CTA, or a cluster of CTAs that share the columns, for each tile of SPLIT_KEYS keys; nothing is staged.
     """
     plan, tokens = call.plan, call.tokens
     kv_tiles = cdiv(plan.kv_len, SPLIT_KEYS)

@@ -96,8 +96,7 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> FusedScratch[Descripti
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """The largest sizes of the fused kernel that fit shared memory and the options; None if there are none.
 
-    float32 and loads of an element for each (query, key) are not tested here: `hopper_fused_choice.fused_is_faster`
-    excludes them.
+    `hopper_fused_choice.fused_is_faster` excludes float32 and loads of an element for each (query, key).
     """
     dim, value_dim = padded_dims(plan)
     blocks, options = plan.blocks, plan.options

@@ -3,8 +3,7 @@
 A CTA owns a key tile of one key head, and visits query tiles of the query heads that read this key head (the *group*).
 `query_visits` turns the block lists into one list of query tiles for each key tile. Tiles with and without the mask are
 mixed in the order of their queries, because a fixed order of dQ additions (machine/dq_order.py) runs over both. A list
-holds *codes*: the number of a query tile times 2, plus 1 where the mask applies. tile_visits.py has the visits of the
-other kernels.
+holds *codes*: the number of a query tile times 2, plus 1 where the mask applies. The other kernels: tile_visits.py.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Tile sizes of the Hopper backward kernels: what is common to them, and what options may ask for.
 
-A kernel owns a tile of one axis and visits tiles of the other. KernelOptions set the sizes (None: the largest that
-fits):
+A kernel owns a tile of one axis and visits tiles of the other. KernelOptions set the sizes (None: what fits):
 
     kernel         owns                              visits
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd (32 where 64 do not fit)

@@ -1,15 +1,13 @@
 """Tile sizes and shared memory of the backward kernels for mma.sync, and which sizes run on which card.
 
 A CTA has one or two warpgroups and no copying warpgroup. It owns a tile of one axis (dQ: queries, dK/dV: keys) and
-visits tiles of the other axis, which lie in *slots* of shared memory: with two slots the next tile is copied while one
-is computed.
+visits tiles of the other axis, which lie in *slots* of shared memory: with two, the next tile is copied meanwhile.
 
 Three things bound the sizes:
 
 - registers: 255 a thread hold the accumulators of the gradients and two tiles of scores;
 
-- the bandwidth of shared memory: each warp reads the whole right operand of a product, so larger tiles of scores read
-less;
+- the bandwidth of shared memory: each warp reads the whole right operand of a product, so larger tiles read less;
 
 - the room in shared memory, which differs between cards (machine/mma_cards.py).
 

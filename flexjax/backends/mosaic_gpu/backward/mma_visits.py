@@ -5,8 +5,7 @@ A CTA owns a tile of one axis and visits tiles of the other for one query head (
 
     for each visit:   wait for its tile     start the copies of the next tile     compute
 
-The lists of the block mask are read two visits ahead, because a read of global memory takes as long as a good part of a
-visit.
+The lists of the block mask are read two visits ahead, because a read of global memory takes long.
 """
 
 import dataclasses
@@ -190,8 +189,7 @@ class VisitedTiles:
     def arrive(self, visit: VisitNow) -> tuple[Ref, Ref]:
         """Waits for the tiles of a visit, and returns Refs to them, [visited, D] and [visited, E].
 
-        With two slots it then starts the copies of the next visit's tiles. Called once a visit, before the tiles are
-        read.
+        With two slots it then starts the copies of the next visit's tiles. Called once a visit.
         """
         slot = slot_of(visit.number, self.tiles.slots)
         self.copies.wait(None if self.scratch.full is None else self.scratch.full.at[slot], 0)

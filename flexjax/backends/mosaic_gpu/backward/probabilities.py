@@ -1,7 +1,6 @@
 """The probabilities of one tile of the backward pass, and the cotangents of its scores and loads that follow from them.
 
-tile_math.py computes the probabilities p from the scores. With dP = dO V^T and delta, the row statistic, the cotangents
-are
+tile_math.py computes the probabilities p from the scores. With dP = dO V^T and the row statistic delta, cotangents are
 
     dS = p * d mod / d score * (dP - delta)
     g  = p * d mod / d load * (dP - delta)

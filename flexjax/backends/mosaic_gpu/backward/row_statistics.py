@@ -1,8 +1,7 @@
 """Row statistics of the backward pass, lse and delta = rowsum(dO * O) - d_lse, with a kernel for the rowsum.
 
 XLA fuses a rowsum with the operations around it, and the order of the additions follows the fusion: the last bits of
-the same call inside lax.scan then differ from those alone. A kernel has one order. It reads O and dO once and is bound
-by memory bandwidth.
+the same call inside lax.scan then differ from those alone. A kernel has one order. It reads O and dO once.
 """
 
 import typing

@@ -19,8 +19,7 @@ of the next visit follows first += dS X. P lies over S and dS over dP in tensor 
 products in the order in which one thread issues them, see forward/tcgen05_issue.py.
 
 In a pair of CTAs (tcgen05_tiles.py) both copy, each its own tokens and its halves of the visited tiles; the copies of
-visited tiles arrive at the barrier of the first CTA. Its warp issues the products of both, and its commits arrive in
-both.
+visited tiles arrive at the barrier of the first CTA. Its warp issues all products; its commits arrive in both.
 """
 
 import dataclasses

@@ -12,8 +12,7 @@ row0 and col0 are the numbers of the first row and column of the tile in the att
 row_axis. "Mod" is score_mod and "load" one of its reads of a captured array.
 
 Where scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py), lse is not in base
-2, and lse is subtracted before the difference is scaled: the other way round, rounding alone would change exponents by
-dozens.
+2, and lse is subtracted before the difference is scaled: else rounding alone would change exponents by dozens.
 """
 
 import dataclasses

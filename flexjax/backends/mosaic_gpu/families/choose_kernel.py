@@ -1,5 +1,4 @@
-"""Which kernels of a family run a plan, with which tiles: what is faster. What fits is said by the files named
-*_tiles.py.
+"""Which kernels of a family run a plan, with which tiles: what is faster. *_tiles.py say what fits.
 
     decode_kernel            the decode kernel's configuration, for few queries; None where the forward kernel runs
     mma_decode_kernel        the same on mma.sync of a card, by the same rules
@@ -54,9 +53,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 AnyDecodeTile = typing.TypeVar("AnyDecodeTile", bound=decode_hopper_tiles.DecodeTile)
 
 VIEWED_PAGE = 128
-"""Keys of the pages as which `views_as_pages` has contiguous keys read: those of the largest key tile, which is then
-one copy.
-"""
+"""Keys of the pages as which `views_as_pages` has contiguous keys read: the largest key tile, then one copy."""
 KEYS_A_ROW = 8
 """The fewest keys for each packed row at which the decode kernel is expected to be faster: its partial results are then
 at most a quarter of its memory traffic.
@@ -101,8 +98,7 @@ def reads_pages(plan: KernelPlan) -> bool:
 
 
 def views_as_pages(plan: KernelPlan) -> bool:
-    """Whether the forward kernel reads contiguous keys with lengths as pages of VIEWED_PAGE keys, where no decode
-    kernel runs.
+    """Whether the forward kernel reads contiguous keys with lengths as pages of VIEWED_PAGE keys.
 
     It reads no key past a length, so that keys and values need no copy with 0 there, which NaN past a length would
     otherwise ask for. The bits are the same.

@@ -1,5 +1,4 @@
-"""A family of kernels: what the kernels for one kind of card refuse, which of them run a call, and how they are
-launched.
+"""A family of kernels: what those for one kind of card refuse, which run a call, and how they are launched.
 
     Hopper    hopper.py     WGMMA and TMA
     Mma       mma.py        mma.sync, which every card has

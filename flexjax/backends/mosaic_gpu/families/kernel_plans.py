@@ -1,8 +1,7 @@
 """The call that the kernels run in place of a call, and its plan.
 
 Block masks may have blocks of any size, keys may lie in pages and sequences may have lengths; kernels visit blocks of
-their own sizes, with lengths in the block mask. Whatever chooses a tile first replaces the plan by that of
-`kernel_plan`.
+their own sizes, with lengths in the block mask. What chooses a tile looks at the plan of `kernel_plan`.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""The kernels on mma.sync: compute capability 8.0 to 12.1, on 9.0 where the call asks for them. Tiles depend on the
-card.
-"""
+"""The kernels on mma.sync: compute capability 8.0 to 12.1, on 9.0 where asked for. Tiles depend on the card."""
 
 import dataclasses
 from collections.abc import Sequence

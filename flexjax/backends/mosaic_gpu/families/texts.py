@@ -47,8 +47,7 @@ def page_reads(plan: KernelPlan) -> str:
 
 
 def paired(forward: Sequence[tuple[int, int, int]], backward: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    """A dict of fields of KernelOptions for each pair of the n-th candidates of both passes; the shorter list repeats
-    its last.
+    """Fields of KernelOptions for each pair of n-th candidates of both passes; the shorter list repeats its last.
 
     forward    (block_q, block_kv, num_stages) of each; none for the decode kernel: bits may not depend on speed
     backward   (block_q_bwd, block_kv_bwd) of each

@@ -37,8 +37,7 @@ def clip_rows(*, aligned: bool = False) -> None:
     """Lets all copies that are traced after this call in the kernel read and write arrays of any number of rows.
 
     A kernel calls it once, before its warpgroups part. Every tile must begin at a multiple of 8 rows, and with
-    `aligned` every tile that is read at a multiple of its rows: it then takes at most three copies, whose rows are
-    static.
+    `aligned` every tile that is read at a multiple of its rows: it then takes at most three copies.
     """
 
     def replace(context: typing.Any) -> None:

@@ -17,8 +17,7 @@ the same direction, each one step behind the previous rank, and the last of the 
 on every GPU.
 
 Downward, under a causal mask, the CTAs with the most work start first, and no long CTA runs alone at the end. Upward,
-under a window or document mask, or a causal mask with many CTAs, a CTA begins at query tiles to which no lower rank
-adds.
+under a window or document mask, or a causal mask with many CTAs, a CTA begins where no lower rank adds.
 
 FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers
 below are from an event simulation and from measurements, see lab/logs/hopper_backward.md.

@@ -1,5 +1,4 @@
-"""How the kernels multiply float32: each operand is a sum of bfloat16 parts, and a product is a sum of products of
-parts.
+"""How the kernels multiply float32: operands are sums of bfloat16 parts, products sums of products of parts.
 
     x = x0 + x1            x0 = bfloat16(x), x1 = bfloat16(x - x0)
     a b = a0 b1 + a1 b0 + a0 b0

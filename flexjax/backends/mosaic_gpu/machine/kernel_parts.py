@@ -6,8 +6,7 @@ A kernel is a function of three named tuples,
 
 The caller of `launch` gives `Inputs` of arrays, `Outputs` of shapes, and `Scratch` of descriptions (shared_memory.py).
 An operand that a kernel can do without is None. `launch` replaces all of them by Refs and runs the kernel, on the
-device or in the simulator. A kernel is traced once and runs in every CTA; its warpgroups take different branches by
-their number.
+device or in the simulator. A kernel is traced once and runs in every CTA; its warpgroups branch by number.
 
 Below that: Mosaic's operations that lack types or need a jax that pyright does not read (`load`, `inline_mgpu`,
 `ptx`, accumulators), and operands in the form in which the kernels take them (`pad`, `rows_of`).

@@ -15,8 +15,7 @@ computed as a tile are fragments of a left operand as they are:
 Fragments come from shared memory by ldmatrix, four 8 x 8 matrices at a time. A warp has 16 rows of every 64; with 128
 rows a fragment of the right operand serves two mma.sync; with 64 rows the reads of shared memory take as long as the
 products. A product sums over its inner dimension in steps of K = 16: the loads and mma.sync of a step are emitted
-together, and ptxas interleaves the steps. The functions contain no barrier: the caller waits until the operands are in
-shared memory.
+together, and ptxas interleaves the steps. No function has a barrier: the caller waits for the operands.
 """
 
 import dataclasses
@@ -207,8 +206,7 @@ class SharedTile:
     """A swizzled tile in shared memory, for the ldmatrix of one thread.
 
     Chunk n of row r, 16 bytes, is stored as chunk n ^ (r % 8) of its piece (with smaller swizzles n ^ (r % 8 / 2) or n
-    ^ (r % 8 / 4)). A constant chunk is an XOR with a constant, and everything else a constant offset of the
-    instruction.
+    ^ (r % 8 / 4)). A constant chunk is an XOR with a constant, all else an offset of the instruction.
     """
 
     columns: int

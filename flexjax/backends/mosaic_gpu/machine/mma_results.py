@@ -1,8 +1,7 @@
 """How the mma.sync kernels write tiles: from registers to global memory, without rows that do not exist.
 
 A lane holds two neighbouring columns of 16 bits of every eight. Four lanes that share a row exchange them for eight
-neighbouring ones of every 32, so that a store has 16 bytes. Tiles whose columns are no multiple of 32 are stored four
-bytes at a time.
+neighbouring ones of every 32, so that a store has 16 bytes. Tiles of other columns are stored four bytes at a time.
 """
 
 import jax

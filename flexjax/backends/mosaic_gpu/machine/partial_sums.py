@@ -12,8 +12,7 @@ while its partner may still write to its shared memory: `begin` and `end` are ba
 hardware starts as a whole.
 
 Waits and arrivals have the default scope, the CTA, as in CUTLASS's barriers of a cluster. The scope of the cluster
-would add a fence of all global memory to each arrival and an invalidation of the L1 to each wait, and nothing here goes
-through either.
+would add a fence of all global memory to each arrival and an invalidation of the L1 to each wait, for nothing here.
 """
 
 import dataclasses
