@@ -16,7 +16,7 @@ KEYS, ROWS, SPLIT = 128, 16, 2048
 RISE = 8.0
 """The reference of a row rises where the maximum of a tile exceeds it by more than this power of two."""
 
-POSITIONS = 1 << 22
+POSITIONS = 1 << 20
 """Score programs are traced for so many positions, because what is known of positions decides how they are computed."""
 
 TILES = f"{ROWS} rows (tokens and heads of one key head) x {KEYS} keys, in splits of {SPLIT} keys"
