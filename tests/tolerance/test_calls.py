@@ -1,6 +1,7 @@
 """Calls with `tolerance=`: against the same call without, in the bounds of the contract, on all paths of flex_attention."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +112,7 @@ def visited(tolerance: float | None, arrays: tuple[jax.Array, ...] = (Q, K, V, S
     return np.asarray(call.skipped.mask.to_dense())
 
 
-@pytest.mark.parametrize(
-    "name", some_slow(CALLS, ("causal", "lengths", "lists of a user", "extra features", "no mask"))
-)
+@pytest.mark.parametrize("name", some_slow(CALLS, ("lengths", "lists of a user", "extra features")))
 def test_a_call_is_the_whole_call_within_its_bounds(name: str) -> None:
     few = name in FEW_BLOCKS
     arguments, arrays = CALLS[name](), (Q, K, V, SLOPES * (100 if few else 1))
@@ -228,9 +227,13 @@ def test_forward_mode_is_that_of_the_kept_blocks() -> None:
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 @pytest.mark.filterwarnings("ignore:Each device receives:flexjax.FallbackWarning")
-@pytest.mark.parametrize(("kind", "spec"), [
-    (AxisType.Auto, P("x")), (AxisType.Auto, P(None, None, "x")), (AxisType.Explicit, P("x")), (AxisType.Explicit, P(None, None, "x")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    some_slow(
+        itertools.product((AxisType.Auto, AxisType.Explicit), (P("x"), P(None, None, "x"))),
+        ((AxisType.Explicit, P(None, None, "x")),),
+    ),
+)
 def test_each_device_makes_the_lists_of_its_share(kind: AxisType, spec: P) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     arguments = dict(block_mask=causal())
@@ -550,7 +553,12 @@ def test_a_call_over_a_split_sequence_refuses(name: str) -> None:
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 @pytest.mark.parametrize(
-    "mask", [dict(mask_mod=masks.causal), dict(block_mask=of_documents()), {}], ids=["causal", "documents", "no mask"]
+    "mask",
+    [
+        pytest.param(dict(mask_mod=masks.causal), id="causal", marks=pytest.mark.slow),
+        pytest.param(dict(block_mask=of_documents()), id="documents"),
+        pytest.param({}, id="no mask", marks=pytest.mark.slow),
+    ],
 )
 def test_a_split_sequence_leaves_out_blocks_by_head(mask: dict[str, Any]) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -24,7 +24,7 @@ KERNELS = {
 old_jax = jax.__version_info__ < (0, 11)
 
 
-@pytest.mark.parametrize("name", some_slow(KERNELS, ("mosaic_tpu",)))
+@pytest.mark.parametrize("name", some_slow(KERNELS, ()))
 def test_both_passes_run_on_the_kernels(name: str) -> None:
     implementation, options = KERNELS[name]
     if implementation == "mosaic_gpu" and old_jax:
