@@ -293,7 +293,9 @@ def unknown_keywords(function: str, unknown: Iterable[str], of: str, has: Iterab
         elif near := difflib.get_close_matches(name, has, 1, 0.7):
             known.setdefault(f"{near[0]}=", []).append(f"`{name}`")
     advice = "".join(f" In place of {' and '.join(old)} write {new}." for new, old in known.items())
-    takes = f"it takes those of {of}" if of != function else f"help(flexjax.{function}) lists those that it takes"
+    places = ("flexjax", "flexjax.paged", "flexjax.nn", "flexjax.visualize")
+    place = next((p for p in places if inspect.isfunction(getattr(sys.modules.get(p), function, None))), places[0])
+    takes = f"it takes those of {of}" if of != function else f"help({place}.{function}) lists those that it takes"
     return ArgumentNameError(f"{function}() got unexpected arguments {', '.join(names)}; {takes}.{advice}")
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import flexjax
+import flexjax.nn
+import flexjax.visualize
 from flexjax import masks
 from flexjax.errors import ModError, kind_of, with_article
 from flexjax.types import AuxRequest, KernelOptions
@@ -330,6 +332,17 @@ def test_an_unknown_keyword() -> None:
         "write score_mod=flexjax.mods.softcap(cap)."
     )
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "function", [flexjax.merge_attention_states, flexjax.paged.empty, flexjax.nn.attention_fn, flexjax.visualize.mask]
+)
+def test_help_is_asked_of_a_name_that_there_is(function: Callable) -> None:
+    with pytest.raises(TypeError) as caught:
+        function(unknown=1)
+    named = re.search(r"help\((.*)\) lists", str(caught.value))
+    assert named is not None
+    assert eval(named[1], {"flexjax": flexjax}) is function
 
 
 def test_a_mod_without_a_derivative_says_so_when_it_is_needed() -> None:
