@@ -1,5 +1,4 @@
-"""Programs on tiles of the attention matrix: one walk over the steps for every backend, and the meaning of each
-operation.
+"""Programs on tiles of the attention matrix: one walk over the steps for every backend; the operations.
 
 `evaluate` visits the steps in order. A `Tile`, which the backend supplies, decides the form of a value (a rank-4 array,
 a register tile, a vector in some layout). `apply_op` is the meaning of every operation in terms of jax.lax.

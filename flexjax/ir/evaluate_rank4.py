@@ -1,5 +1,4 @@
-"""Evaluation on arrays [b, h, q, kv], of size 1 along axes that a value does not depend on, shared by tiles of
-backends.
+"""Evaluation on arrays [b, h, q, kv], of size 1 along axes that a value does not depend on.
 
 A `Tile` (evaluate.py) whose values are such arrays implements `diagonal` by `diagonal_value` and `call` by `map_call`.
 """

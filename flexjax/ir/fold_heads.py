@@ -2,8 +2,7 @@
 
 A key head serves `group` query heads. A call with few queries has too few rows to fill a tile, so a kernel packs the
 heads of a group: row r of key head m is query r // group of query head m * group + r % group. In the new program h is
-the key head and q the row. Without a group or with a single query those indices stay affine, so loads by them stay
-slices.
+the key head and q the row. Without a group or with one query those indices stay affine, and loads slices.
 
 The positions of an origin become part of the program: it reads the position of the first query and of the first key
 from two more captured arrays. Then q and kv count from 0 in the arrays of the call.

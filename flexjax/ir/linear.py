@@ -1,5 +1,4 @@
-"""The linear form of an integer value of a program: what is known of it where it is affine in the indices b, h, q and
-kv.
+"""The linear form of an integer value of a program, where it is affine in the indices b, h, q and kv.
 
 It tells a load of a contiguous vector or tile from a gather (program.classify_load), and lets kernels compute the value
 of a whole tile from one number. builder.py derives it, operation by operation.

@@ -353,8 +353,7 @@ def shift_heads(
     programs       traced for `sizes_of(origin, ..)`, with the same captures
     batch, heads   sizes of the call
 
-    The extra arrays are the scalars origin.batch and origin.head, each if a program reads its axis; they follow the
-    captures.
+    The extra arrays are the scalars origin.batch and origin.head, each if a program reads its axis; they come last.
     """
     if origin is None:
         return tuple(programs), ()

@@ -1,13 +1,11 @@
-"""Choices between multipliers: a select between products of the score becomes one product with a select between
-factors.
+"""A select between products of the score becomes one product with a select between factors.
 
     where(p, c * s, s)                       ->  s * where(p, c, 1)            the same bits: one product is rounded
     (s * where(p, c, 1)) * where(p2, c2, 1)  ->  s * (where(p, c, 1) * where(p2, c2, 1))     within one rounding
 
 Here s is the score, or a value that depends on it; c and c2 are literals; p and p2 are predicates. A factor that
 depends on positions alone repeats over a tile, so that kernels compute it once for many elements, while operations on
-the score run for each element. The functions recognise the left-hand sides; the Builder (builder.py) makes the
-right-hand sides.
+the score run for each element. Functions recognise the left-hand sides; builder.py makes the right-hand sides.
 """
 
 import typing

@@ -1,8 +1,7 @@
 """Programs of a score_mod in float32 where the user's function computes in float64.
 
 Under x64 a captured float64 array, and a numpy float64 number, make the arithmetic of a score_mod float64. For queries
-of 16 bits no score has room for that precision, and no kernel computes it. `in_single_precision` makes the same program
-in float32.
+of 16 bits no score has room for that precision, and no kernel computes it. `in_single_precision` makes it float32.
 
 It declines where a rounded operand could change the result by more than its own rounding. Comparisons of a derivative
 alone do not count: they choose between branches that meet where the operands are equal. It does not look for

@@ -57,8 +57,7 @@ def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[D
     """The split dimensions of each captured array of the programs, which have the same ones.
 
     A dimension is split along b (h) if its length is sizes["b"] (sizes["h"]), every load of the array, in every
-    program, indexes it with plain b (h), and no `Call` takes the array whole. Only the first that qualifies for an axis
-    is split.
+    program, indexes it with plain b (h), and no `Call` takes the array whole. Only the first for an axis is split.
     """
     if not programs:
         return ()

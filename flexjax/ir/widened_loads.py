@@ -1,5 +1,4 @@
-"""Programs that read a captured array of 16-bit floats as float32, where all that they do with its elements is to
-convert them.
+"""Programs that read a captured array of 16-bit floats as float32, where they only convert its elements.
 
 Converting to float32 is exact, so a call may convert such an array once in place of each element at each read.
 """

@@ -1,5 +1,4 @@
-"""What `explain` says about a call with `context=`: how keys travel, what each device receives, its work, and its
-stages.
+"""What `explain` says about a call with `context=`: how keys travel, what a device receives, work and stages.
 
 The call is built as flex_attention builds it (context/call.py). Each stage says which backend runs it.
 """

@@ -182,8 +182,7 @@ def input_names(mod: Callable | None, with_score: bool) -> tuple[str, ...]:
 def capture_names(roots: Mapping[str, object], arrays: Sequence[jax.Array], taken: Sequence[str]) -> list[str]:
     """The names under which `roots`, mods and others by name, have the arrays; c0, c1, .. for those that are not found.
 
-    An array is found by its identity, and a copy by its shape if no other array has it. A scalar that is not found is
-    its number.
+    An array is found by its identity, and a copy by its shape if no other array has it. Other scalars are numbers.
     """
     found = list(_arrays(roots))
     by_id = {id(x): name for name, x in reversed(found)}

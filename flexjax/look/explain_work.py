@@ -1,5 +1,4 @@
-"""What `explain` says about the work of a call: blocks and operations, and work items, splits and CTAs of decode
-kernels.
+"""What `explain` says about the work of a call: blocks, operations, and work items of decode kernels.
 
 The prediction is for the decode kernel on an H200. It reads its keys and values once, each SM at its share of the
 memory's bandwidth, and the SM with the most work items is the last:

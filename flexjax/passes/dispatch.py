@@ -67,14 +67,10 @@ REFERENCE = DenseBackend.name
 
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
-"""By platform, the name of the backend whose kernels a user expects there; a call that falls back to another one gets a
-warning.
-"""
+"""By platform, the backend whose kernels a user expects there; a fall back to another gives a warning."""
 
 PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
-"""By backend, the platform that its kernels run on. It stands here so that a call for another platform does not import
-them.
-"""
+"""By backend, the platform of its kernels: a call for another platform does not import them."""
 
 if any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")):
     # This module of Pallas adds a setting to the cache key of jax's traces. If the kernels imported it during the first
@@ -93,11 +89,9 @@ def backend(name: str) -> Backend:
 
 
 def candidates(implementation: object) -> tuple[str, ...] | None:
-    """The argument `implementation`, one name or a sequence of names, as the names to ask in order; None: the default
-    order.
+    """The argument `implementation`, a name or a sequence, as the names to ask in order; None: the default.
 
-    Names are those of NAMES: the backends and "reference". Raises ValueError for any other value and for an empty
-    sequence.
+    Names are those of NAMES: the backends and "reference". ValueError for any other value.
     """
     if implementation is None:
         return None
@@ -115,8 +109,7 @@ def candidates(implementation: object) -> tuple[str, ...] | None:
 
 
 def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
-    """The name of the backend that runs the plan on every target ("xla" or "reference"); None if the choice depends on
-    the target.
+    """The backend that runs the plan on every target ("xla" or "reference"); None if that depends on it.
 
     implementation   names of backends to ask, in order; None: the default order
 
@@ -239,8 +232,7 @@ def _by_residues(run: Run) -> Run:
 def choose_backward(
     plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target, wanted: Wanted, derivative: Program | None
 ) -> Run:
-    """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these
-    gradients.
+    """The choice for the backward pass: the backend of the forward pass, or xla if it refuses these gradients.
 
     implementation   names of backends to ask, in order; None: the default order. xla is taken although it may not be
                      among them
@@ -342,8 +334,7 @@ _warned: set[tuple[str, KernelPlan, Target]] = set()
 
 
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
-    """Warns if a pass on a GPU or TPU does not run on its kernels and the call's `implementation` does not name the
-    backend that runs it.
+    """Warns if a pass on a GPU or TPU runs outside of its kernels on a backend that `implementation` does not name.
 
     It warns once for each pass, plan and target; a warning that is turned into an error is raised each time.
 

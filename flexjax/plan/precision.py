@@ -1,8 +1,7 @@
 """The precision of products of float32, as `jax.lax.dot_general` takes it, and its name in a plan.
 
 The name is that of a jax.lax.Precision ("default", "high", "highest") or of a jax.lax.DotAlgorithmPreset. A precision
-is a lower bound of accuracy. Inputs of 16 bits are multiplied exactly and summed in float32, so their plans always say
-"default".
+is a lower bound of accuracy. Inputs of 16 bits are multiplied exactly and summed in float32: "default".
 """
 
 import jax

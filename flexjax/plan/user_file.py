@@ -1,8 +1,7 @@
 """Reads and replaces a small file of the user, whatever stands in its place.
 
 The folder is the user's, so a FIFO, a device, a link, a file without end or one that another process holds may be
-there. Nothing here waits for them, follows a link to write, or changes what is not a regular file: each of these is an
-OSError.
+there. Nothing here waits for them, follows a link to write, or changes what is no regular file: that is an OSError.
 """
 
 import contextlib

@@ -65,8 +65,7 @@ def widened_pools(plan: KernelPlan) -> Rewrite:
 def tokens_of_pages(pool: Array, scale: Array | None, pages: Array, dtype: DTypeLike) -> Array:
     """The tokens of all batch entries, contiguous: [B, n * page, M, D], 0 for page numbers that are not in the pool.
 
-    `pool` is [P, page, M, D], `pages` int32 [B, n]. Quantised tokens have a scale, float32 [M] or [P, M], and get
-    `dtype`.
+    `pool` is [P, page, M, D], `pages` int32 [B, n]. Quantised ones have a scale, float32 [M] or [P, M].
     """
     inside = (pages >= 0) & (pages < pool.shape[0])
     at = jnp.where(inside, pages, 0)

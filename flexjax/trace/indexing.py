@@ -1,5 +1,4 @@
-"""Lowering rules of indexing inside a mod (`dynamic_slice`, `gather`): each element of the result is one of the
-operand.
+"""Lowering rules of indexing inside a mod (`dynamic_slice`, `gather`): results are elements of the operand.
 
 Starts, the indices at which a slice begins, are clamped so that the slice lies within the operand, as in jax. The
 operand may itself be the result of indexing. Each level then clamps, fills and counts from the end by its own sizes. A

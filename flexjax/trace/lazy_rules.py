@@ -1,5 +1,4 @@
-"""Lowering rules of primitives that rearrange elements (reshape, transpose, concatenate), for operands that are lazy
-arrays.
+"""Lowering rules of primitives that rearrange elements (reshape, transpose, ..), for lazy arrays.
 
 The result is a lazy array too (`Lowering.lazy`): an index of the result is mapped to an index of the operand, and no
 element is made before somebody asks for it. Operations that need all elements, such as a sum, are in lower_rules.py.

@@ -1,5 +1,4 @@
-"""Turns an equation of a mod that no rule covers into a Call: a step that runs the whole equation, for example a while
-loop.
+"""Turns an equation of a mod that no rule covers into a Call: a step that runs all of it, such as a while loop.
 
 Only backends that map a jaxpr over a tile run a Call.
 """

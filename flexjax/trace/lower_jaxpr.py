@@ -256,8 +256,7 @@ class Lowering:
     # ------------------------------------------------------------------ operands
 
     def as_atoms(self, value: Value) -> np.ndarray:
-        """Turns any value into an array of atoms, a numpy object array of its shape; elements of a known value are
-        loaded.
+        """Turns any value into an array of atoms, a numpy object array of its shape; known elements are loaded.
 
         Raises ModError for a known or lazy value of more than MAX_ELEMENTS elements.
         """
@@ -295,8 +294,7 @@ class Lowering:
         """The array whose elements are `make(*elements)` of the corresponding elements of `values`.
 
         Each value has the shape of the result, perhaps with dims of size 1, or is a scalar. The result is lazy if a
-        value is lazy or a known array of several elements. Otherwise it is an array of atoms; ModError for more than
-        MAX_ELEMENTS.
+        value is lazy or a known array of several elements. Else it is an array of atoms; ModError above MAX_ELEMENTS.
         """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)

@@ -244,8 +244,7 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 
 
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
-    """Unrolls a loop of at most MAX_UNROLL iterations. Operands: constants, carry, the arrays whose rows iterations
-    take.
+    """Unrolls a loop of at most MAX_UNROLL iterations. Operands: constants, carry, arrays of rows.
 
     None (a Call) for a longer loop, and for a loop without iterations that has stacked results.
     """

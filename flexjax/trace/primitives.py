@@ -47,9 +47,7 @@ RANDOM = frozenset(
         "random_wrap",
     ]
 )
-"""What primitives of random keys make of known operands alone is a known value: hashing it at each entry would be
-waste.
-"""
+"""What primitives of random keys make of known operands is known: hashing it at each entry would be waste."""
 
 CONTROL_FLOW = frozenset(["while", "scan"])
 """Primitives that read elements of an array repeatedly; a Call of one takes captured arrays whole, however small."""

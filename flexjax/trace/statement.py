@@ -73,8 +73,7 @@ def _where(code: types.CodeType, line: int, scope: dict[str, object]) -> str:
 
 
 def traceback_of(eqns: Sequence[Equation]) -> types.TracebackType | None:
-    """The user's part of the traceback of the last of `eqns`, which are inside each other, or else of the one around
-    it.
+    """The user's part of the traceback of the last of `eqns`, which are inside each other, or of the one around.
 
     JAX keeps the frames from the traced function on.
     """

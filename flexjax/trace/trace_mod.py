@@ -368,8 +368,7 @@ def _fresh_jaxpr(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> jex_core.C
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
-    """Raises ModError unless `mod` takes positional arguments of these names in this order; `name` is the user's
-    argument.
+    """Raises ModError unless `mod`, the argument `name`, takes positional arguments of these names in order.
 
     Other names of arguments pass, and so does a callable without a signature (written in C).
     """

@@ -97,8 +97,7 @@ def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
 def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
     """The seconds of each call of `run`, which waits for its results: at least one, at most counts[1].
 
-    No further call begins from `clock` time `limit` on, after counts[0] calls and `short` seconds, or after LONG
-    seconds.
+    No further call begins from `clock` time `limit` on, after counts[0] calls and `short`, or LONG, seconds.
     """
     times: list[float] = []
     began = clock()
