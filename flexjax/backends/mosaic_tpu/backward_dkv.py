@@ -26,11 +26,9 @@ from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCa
 from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.hoisted_operands import ZERO
-from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
-from flexjax.backends.mosaic_tpu.tile_programs import Strip
+from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, each_strip, launch
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import F32, NN, NT, TN, dot, fill, zero_rows_past_end
-from flexjax.backends.mosaic_tpu.visit_order import when_on
 
 T = typing.TypeVar("T")
 
@@ -87,12 +85,7 @@ class DkvKernel:
             def zero_dq_sums() -> None:
                 fill(dq_sums, 0.0)
 
-        def every_strip(checked: bool) -> None:
-            for col0 in range(0, tiles.q, tiles.strip):
-                strip = Strip(tiles.kv, col0, min(tiles.strip, tiles.q - col0))
-                self.add_strip(KernelStep(refs, visit, strip, checked))
-
-        when_on(visit, order.kinds, every_strip)
+        each_strip(refs, visit, order.kinds, (tiles.kv, tiles.q, tiles.strip), self.add_strip)
 
         @pl.when(visit.last)
         def write_sums_of_key_tile() -> None:

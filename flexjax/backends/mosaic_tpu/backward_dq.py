@@ -22,11 +22,10 @@ from flexjax.backends.mosaic_tpu import diagonals, layouts
 from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCall, StripProducts, strip_gradients
 from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
-from flexjax.backends.mosaic_tpu.tile_programs import Strip
+from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, each_strip, launch
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import F32, LANES, NN, NT, dot, fill, lane_sums, zero_rows_past_end
-from flexjax.backends.mosaic_tpu.visit_order import IDLE, DenseOrder, when_on
+from flexjax.backends.mosaic_tpu.visit_order import IDLE, DenseOrder
 from flexjax.ir import program as ir
 
 T = typing.TypeVar("T")
@@ -104,12 +103,7 @@ class DqKernel:
                 for ref in refs.outputs.tiles:
                     fill(ref, 0.0)
 
-        def every_strip(checked: bool) -> None:
-            for col0 in range(0, tiles.kv, tiles.strip):
-                strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
-                self.add_strip(KernelStep(refs, visit, strip, checked))
-
-        when_on(visit, order.kinds, every_strip)
+        each_strip(refs, visit, order.kinds, (tiles.q, tiles.kv, tiles.strip), self.add_strip)
 
         @pl.when(visit.last)
         def write_sums_of_row() -> None:

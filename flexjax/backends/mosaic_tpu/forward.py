@@ -25,7 +25,7 @@ from flexjax.backends.mosaic_tpu import layouts, vmem
 from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder, make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
-from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
+from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, each_strip, launch
 from flexjax.backends.mosaic_tpu.page_copies import PageCopies, Pages, PageSlots, column_scales
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
@@ -41,7 +41,6 @@ from flexjax.backends.mosaic_tpu.vector_ops import (
     round_to,
     zero_rows_past_end,
 )
-from flexjax.backends.mosaic_tpu.visit_order import when_on
 from flexjax.backends.tile_math import LN2, LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
@@ -140,13 +139,8 @@ class ForwardKernel:
             for ref in (refs.scratch.total, refs.scratch.accumulated, *refs.scratch.sums):
                 fill(ref, 0.0)
 
-        def every_strip(checked: bool) -> None:
-            tiles = self.tiles
-            for col0 in range(0, tiles.kv, tiles.strip):
-                strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
-                self.add_strip(KernelStep(refs, visit, strip, checked))
-
-        when_on(visit, self.scores.order.kinds, every_strip)
+        tiles = self.tiles
+        each_strip(refs, visit, self.scores.order.kinds, (tiles.q, tiles.kv, tiles.strip), self.add_strip)
 
         @pl.when(visit.last)
         def close_row() -> None:

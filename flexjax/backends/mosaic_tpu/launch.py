@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu.hoisted_operands import HoistedOperands, Operand
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
-from flexjax.backends.mosaic_tpu.visit_order import TileVisit, VisitOrder
+from flexjax.backends.mosaic_tpu.visit_order import TileVisit, VisitOrder, when_on
 
 I = typing.TypeVar("I")
 O = typing.TypeVar("O")
@@ -70,6 +70,23 @@ class KernelStep(typing.NamedTuple):
     visit: TileVisit
     strip: Strip  # which columns of the tile
     checked: bool  # whether some entries of the strip may be hidden or past the end
+
+
+def each_strip(
+    refs: KernelRefs,
+    visit: TileVisit,
+    kinds: frozenset[int],
+    tile: tuple[int, int, int],
+    add: Callable[[KernelStep], None],
+) -> None:
+    """In a kernel: `add` for each strip of the visited `tile`, (rows, columns, those of a strip); none if idle."""
+    rows, columns, width = tile
+
+    def every_strip(checked: bool) -> None:
+        for col0 in range(0, columns, width):
+            add(KernelStep(refs, visit, Strip(rows, col0, min(width, columns - col0)), checked))
+
+    when_on(visit, kinds, every_strip)
 
 
 def prefetch_count_after_order(added: int) -> int:
