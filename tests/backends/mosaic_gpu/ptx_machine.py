@@ -27,6 +27,8 @@ ARRAY_GAP = 1 << 20
 """Bytes between two arrays in global memory, which no instruction may touch."""
 FIRST_ADDRESS = 1 << 40
 SHARED_BASE = 1024
+NAMED_BARRIERS = 16
+"""Barriers of a CTA; after their numbers come those at which the lanes of each warp meet."""
 
 Vector = np.ndarray
 """One element for each thread: uint32, uint64, uint16 or bool."""
@@ -517,6 +519,9 @@ class Cta:
     def _bar(self, name: tuple[str, ...], number: str, count: str | None = None) -> None:
         threads = self.threads if count is None else int(self.get(count)[0])
         wanted = self.get(number, np.int32)
+        if name[1] == "warp":
+            assert (wanted == -1).all(), "not all lanes"
+            threads, wanted = WARP, NAMED_BARRIERS + np.arange(self.threads, dtype=np.int32) // WARP
         self.blocked[self.mask] = wanted[self.mask]
         for one in np.unique(wanted[self.mask]):
             here = self.blocked == one
