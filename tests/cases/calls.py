@@ -139,6 +139,8 @@ _TABLE = (
          captures=(("table", normal(16, 4)), ("bucket", integers(16, 131)))),
     Case("log_bucket_bias", (1, 2, 2, 129, 129, 16, 16), score="log_bucket_bias", mask="causal",
          captures=(("table", normal(6)),)),
+    Case("time_bucket_bias", (2, 4, 2, 65, 65, 16, 16), score="time_bucket_bias", mask="causal",
+         captures=(("times", normal(2, 65)), ("table", normal(2, 24))), frozen=("times",)),
     Case("indirect_row", (2, 2, 2, 129, 37, 16, 16), score="indirect_row", traced=True,
          captures=(("bias", normal(50)), ("where", integers(50, 129)))),
     Case("indirect_pair", (1, 2, 2, 129, 65, 16, 16), score="indirect_pair", mask="causal", block=Block(32),

@@ -307,6 +307,15 @@ def log_bucket_bias(c: Captures) -> Mod:
 
 
 @score
+def time_bucket_bias(c: Captures) -> Mod:
+    def mod(s, b, h, q, k):
+        ago = jnp.abs(c["times"][b, q] - c["times"][b, k])
+        return s + c["table"][h // 2, jnp.minimum((ago * 8.0).astype(jnp.int32), c["table"].shape[1] - 1)]
+
+    return mod
+
+
+@score
 def indirect_row(c: Captures) -> Mod:
     return lambda s, b, h, q, k: s * (1 + 0.5 * c["bias"][c["where"][q]])
 

@@ -22,11 +22,11 @@ from flexjax.plan.kernel_plan import BackwardInputs
 from tests.backends.mosaic_gpu import compile_card
 from tests.backends.mosaic_gpu.on_ptx_machine import CARD, Execution, execute, main
 from tests.backends.mosaic_gpu.test_mma_backward import REFUSED, SMALL
-from tests.cases.hopper_backward import BACKWARD, CAPTURED
+from tests.cases.hopper_backward import BACKWARD, BY_PLACES, CAPTURED
 from tests.cases.on_hopper import assert_gradients_close, backward_problem, with_extra
 
 EXACT = "exact "
-PROBLEMS = {n: case for n, case in {**SMALL, **BACKWARD, **CAPTURED}.items() if REFUSED not in n}
+PROBLEMS = {n: case for n, case in {**SMALL, **BACKWARD, **CAPTURED, **BY_PLACES}.items() if REFUSED not in n}
 PROBLEMS |= {EXACT + n: case for n, case in CAPTURED.items() if n in PROBLEMS}
 
 

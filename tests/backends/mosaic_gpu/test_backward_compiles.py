@@ -133,7 +133,6 @@ TOO_MUCH = ("one kernel 64, two biases of each query",)
 """For tiles of 128 queries."""
 SPILLS = {
     "gain of each pair": {"flexjax_backward_dkv": 4},
-    "gain by a gather": {"flexjax_capture_gradient": 28},
     "one kernel 128": {"flexjax_backward_fused": 8},
     "one kernel 128, any order": {"flexjax_backward_fused": 8},
     "one kernel 128, grouped": {"flexjax_backward_fused": 56},

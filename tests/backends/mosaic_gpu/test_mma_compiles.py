@@ -154,6 +154,15 @@ def test_machine_code_computes_exact_gradients_of_captured_arrays() -> None:
     run_on_ptx_machine("on_ptx_machine_backward", *names)
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_compilers
+@pytest.mark.parametrize("how", ["together,late", "down,late"])
+def test_machine_code_sums_in_shared_memory(how: str) -> None:
+    """The simulator has one copy of the sums; on the device each thread has one, or lanes take turns."""
+    run_on_ptx_machine("on_ptx_machine_backward", f"--{how}", "gather", "2-D table, odd, with dropout")
+
+
 def run_on_ptx_machine(module: str, *arguments: str) -> None:
     """Runs a module of this folder in a process of its own, and asserts that all problems among its arguments are right."""
     run = subprocess.run(

@@ -20,7 +20,8 @@ Two kinds of loads are different, because one number for each (query, key) and h
 and key where several positions may read the same element, such as a table of 2-D relative positions, and a load by q -
 kv if the origin of the call has several runs. There the kernel itself adds g to the elements, in fixed point
 (fixed_point.py), so that the order of the additions does not matter. Before, it sums in registers the tiles of a
-diagonal on which the index is the same (`_scattered`).
+diagonal on which the index is the same (`_scattered`). Where there are none, and a head reads few elements, it sums g
+by element in shared memory, in float32, and XLA adds the sums (private_sums.py).
 
 The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block
 mask and with the captured array, never with queries times keys unless the array has that size. p are the probabilities,
@@ -28,6 +29,7 @@ dP and delta as at the top of backward/common.py. The number of a load counts th
 (`gradient_loads`).
 """
 
+import dataclasses
 import math
 import typing
 
@@ -44,6 +46,7 @@ from flexjax.backends.mosaic_gpu.backward.pair_bias import (
     gradient_loads,
     padded_captures,
 )
+from flexjax.backends.mosaic_gpu.captures import private_sums
 from flexjax.backends.mosaic_gpu.captures.kernel import CaptureFamily, CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.captures.lists import (
     LARGEST_NUMBER,
@@ -108,7 +111,7 @@ def capture_gradients(
             continue
         one = _OneLoad(plan, operands, tokens, captures, derivative, load_number, bias, family)
         if _kernel_scatters(plan, load):
-            totals[load.capture] = total + _scattered(one).reshape(total.shape)
+            totals[load.capture] = _scattered(one, total)
         else:
             totals[load.capture] = add_at(plan, operands, derivative, load, _load_sums(one), total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
@@ -260,12 +263,12 @@ def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax
 # ------------------------------------------------------------------- sums by element
 
 
-def _scattered(one: _OneLoad) -> jax.Array:
-    """The gradient of the array of one load that `_kernel_scatters`: float32, one number for each element in row-major
-    order.
+def _scattered(one: _OneLoad, total: jax.Array) -> jax.Array:
+    """`total`, float32 in the shape of the captured array, with the gradient of one load that `_kernel_scatters`.
 
-    Fixed point needs a bound of the sum of all |g|; if `_largest_total` knows none, a first kernel sums |g|. Tiles of a
-    diagonal on which the index repeats are summed in registers first.
+    Tiles of a diagonal on which the index is the same are summed in registers first. If there are none and a head reads
+    few elements, these are summed in shared memory (`Sink.PRIVATE`). Otherwise sums are in fixed point, which needs a
+    bound of the sum of all |g|; if `_largest_total` knows none, a first kernel sums |g|.
     """
     plan, tokens, captures, derivative = one.plan, one.tokens, one.captures, one.derivative
     load, tile = one.load, warpgroups_for(plan) * ROWS
@@ -274,12 +277,18 @@ def _scattered(one: _OneLoad) -> jax.Array:
     kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(plan, load), max(period, 1), whole)
     lists = tile_lists(plan, one.operands.lists, shape, one.operands.origin)
-    total = _largest_total(plan, tokens, derivative, one.load_number)
-    if total is None:
+    elements = None if period else private_sums.elements_of_head(derivative, load)
+    private = None if elements is None else one.family.private_sums(plan, elements)
+    if private is not None:
+        kernel = dataclasses.replace(one.kernel(shape, Sink.PRIVATE), private=private)
+        sums = kernel.run(tokens, lists, captures).reshape(shape.batch, shape.heads, -1, private.shape[1])
+        return private_sums.add_heads(plan, one.operands, derivative, load, sums.sum(2)[..., :elements], total)
+    largest = _largest_total(plan, tokens, derivative, one.load_number)
+    if largest is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
         visits = tile_lists(plan, one.operands.lists, everything)
-        total = _summed(one.kernel(everything, Sink.MAGNITUDES), tokens, visits, captures).sum()
-    return one.kernel(shape, Sink.SCATTER).run(tokens, lists, captures, total)
+        largest = _summed(one.kernel(everything, Sink.MAGNITUDES), tokens, visits, captures).sum()
+    return total + one.kernel(shape, Sink.SCATTER).run(tokens, lists, captures, largest).reshape(total.shape)
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:

@@ -28,7 +28,14 @@ from flexjax.backends.mosaic_gpu.captures.kernel import (
     ListCta,
     ListVisit,
 )
-from flexjax.backends.mosaic_gpu.captures.tiles import ROWS, CaptureScratch, RingDepths, capture_scratch, ring_depths
+from flexjax.backends.mosaic_gpu.captures.tiles import (
+    ROWS,
+    CaptureScratch,
+    RingDepths,
+    capture_scratch,
+    private_sums,
+    ring_depths,
+)
 from flexjax.backends.mosaic_gpu.machine import memory, partial_sums
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.clipped_copies import clip_rows
@@ -47,7 +54,7 @@ def launch_hopper(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array]) -> Ca
     plan, tokens, bias, groups = kernel.plan, inputs.tokens, kernel.bias.types, kernel.groups
     parts, ctas = parts_of(plan), ctas_of(plan)
     dims, dtype = (tokens.query.shape[-1] // ctas, tokens.value.shape[-1] // ctas), dtype_name(tokens.query.dtype)
-    rings = ring_depths(groups, dims, dtype, bias.staged, parts, ctas)
+    rings = ring_depths(groups, dims, dtype, bias.staged, parts, ctas, kernel.private)
     slots, tile = int(rings.staged) * rings.queries, kernel.shape.tile
     staging = staging_for(plan, kernel.derivative, kernel.bias, slots, (tile, tile), groups)
 
@@ -56,7 +63,8 @@ def launch_hopper(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array]) -> Ca
         group = lax.axis_index("wg")
         list_number = inputs.order[lax.axis_index("program")]
         steps = kernel.steps(inputs.lists, list_number)
-        cta = _Cta(kernel.math, ListCta(kernel, inputs, outputs, list_number, steps), rings, staging, scratch)
+        own = ListCta(kernel, inputs, outputs, list_number, steps, scratch.private)
+        cta = _Cta(kernel.math, own, rings, staging, scratch)
         partial_sums.begin(scratch.exchange)
         when(group < groups)(lambda: cta.compute(group))
         when(group == groups)(cta.copy)
@@ -66,7 +74,7 @@ def launch_hopper(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array]) -> Ca
         run,
         inputs,
         kernel.output(inputs),
-        capture_scratch(groups, rings, dims, dtype, bias.staged, parts, ctas),
+        capture_scratch(groups, rings, dims, dtype, bias.staged, parts, ctas, kernel.private),
         name="flexjax_capture_gradient",
         programs=inputs.lists.count.shape[0],
         warpgroups=groups + 1,
@@ -74,7 +82,7 @@ def launch_hopper(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array]) -> Ca
     )
 
 
-CAPTURES = CaptureFamily(launch_hopper, part_keys=lambda plan: ROWS)
+CAPTURES = CaptureFamily(launch_hopper, lambda plan: ROWS, private_sums)
 
 
 class OwnTile(typing.NamedTuple):
@@ -122,8 +130,7 @@ class _Cta(TileCta):
         statistics = self.list.statistics(first, group)
         begin = Carry(kernel.zero_sums(), first, self.list.visit(1), statistics)
         found = lax.fori_loop(0, self.list.steps, functools.partial(self.step, group=group), begin)
-        if not kernel.scatters_each_tile:
-            when(self.writes)(functools.partial(self.list.write, found.sums, group))
+        when(self.writes)(functools.partial(self.list.write, found.sums, group))
 
     def step(self, i: Scalar, carry: Carry, group: Scalar) -> Carry:
         """Makes the i-th visit: waits for the tiles, adds g of all parts of the tile, and frees their slots."""
@@ -152,12 +159,11 @@ class _Cta(TileCta):
                 continue
             sums = kernel.add(sums, part, g)
             sums = ordered(sums)  # the next part must not start earlier: too few registers
-        arrive_read(scratch.query_free.at[q_slot])
         return Carry(sums, upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: OwnTile) -> Cotangent:
         """S = Q K^T and dP = dO V^T of one part of a tile by WGMMAs, and from them g, [ROWS, ROWS]. The copies must
-        have arrived; it releases the slot of keys and values.
+        have arrived; it releases the slot of keys and values, in the last part also that of queries.
 
         s_acc, dp_acc   accumulators for S and dP, 0 at the start
         """
@@ -177,6 +183,8 @@ class _Cta(TileCta):
         found = tile.probabilities(s, own.lse2)
         dp = products.read(dp_acc)
         arrive_read(scratch.key_free.at[own.k_slot])
+        if own.part == self.kernel.parts - 1:
+            arrive_read(scratch.query_free.at[own.q_slot])
         dp = sums.total(dp, 1)
         delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
         (g,) = found.load_cotangents(dp, delta)

@@ -30,13 +30,13 @@ from flexjax.backends.mosaic_gpu.backward import common
 from flexjax.backends.mosaic_gpu.backward.common import Captures, Tokens
 from flexjax.backends.mosaic_gpu.backward.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.backward.tile_math import TileMath
-from flexjax.backends.mosaic_gpu.captures import fixed_point
+from flexjax.backends.mosaic_gpu.captures import fixed_point, private_sums
 from flexjax.backends.mosaic_gpu.captures.lists import ListShape, TileLists
 from flexjax.backends.mosaic_gpu.captures.tiles import ROWS
 from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.branch import when
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar
-from flexjax.backends.mosaic_gpu.machine.shared_memory import Part
+from flexjax.backends.mosaic_gpu.machine.shared_memory import Part, PlainArray
 from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.backends.mosaic_gpu.programs.tile_origin import Place, TileOrigin
 from flexjax.backends.mosaic_gpu.programs.tile_programs import TileProgram
@@ -55,12 +55,14 @@ class Sink(enum.Enum):
     MATRIX      as SUMS, but each list's tile goes to its position in a [b, h, T, S] matrix
     SCATTER     adds, in fixed point (fixed_point.py), to the elements of the array that the load's index names. Under
                 a shift-invariant index (shift_invariance.py) the tiles of a list are summed in registers first
+    PRIVATE     adds, in shared memory (private_sums.py), to sums of the elements that the list's head reads
     """
 
     SUMS = "sums"
     MAGNITUDES = "magnitudes"
     MATRIX = "matrix"
     SCATTER = "scatter"
+    PRIVATE = "private"
 
 
 class ListVisit(typing.NamedTuple):
@@ -104,8 +106,9 @@ class CaptureInputs(typing.NamedTuple, typing.Generic[Part]):
 
 class CaptureOutputs(typing.NamedTuple, typing.Generic[Part]):
     """What the kernel writes: for SUMS and MAGNITUDES `sums` is [lists, tile, tile], or [lists, tile] where the sums
-    are over keys (`CaptureKernel.sums_over_keys`); for MATRIX [b, h, rows * tile, columns * tile], for SCATTER
-    [lists, groups, size] in the simulator, where every warpgroup adds to an array of its own; None on the device.
+    are over keys (`CaptureKernel.sums_over_keys`); for MATRIX [b, h, rows * tile, columns * tile], for PRIVATE [lists,
+    groups, elements of a head or more], for SCATTER [lists, groups, size] in the simulator, where every warpgroup adds
+    to an array of its own; None on the device.
     """
 
     sums: Part | None
@@ -116,6 +119,7 @@ class CaptureFamily(typing.NamedTuple):
 
     launch: Callable[["CaptureKernel", CaptureInputs[jax.Array]], CaptureOutputs[jax.Array]]
     part_keys: Callable[[KernelPlan], int]  # keys of a part of a tile
+    private_sums: Callable[[KernelPlan, int], PlainArray | None]  # `tiles.most_copies`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +127,8 @@ class CaptureKernel:
     """The kernel that sums g = p * (dP - delta) * d mod / d load of one load over lists of tiles.
 
     load_number   of the load among those with a gradient
-    dtype         of `CaptureOutputs.sums`; float32 for SCATTER
+    dtype         of `CaptureOutputs.sums`; float32 for SCATTER and PRIVATE
+    private       for PRIVATE: the sums of a CTA, [groups, rows, copies]
     """
 
     plan: KernelPlan
@@ -134,6 +139,7 @@ class CaptureKernel:
     sink: Sink
     family: "CaptureFamily"
     dtype: jax.typing.DTypeLike = jnp.float32
+    private: PlainArray | None = None
 
     @property
     def groups(self) -> int:
@@ -158,8 +164,8 @@ class CaptureKernel:
 
     @property
     def scatters_each_tile(self) -> bool:
-        """SCATTER without sums in registers: it adds g of every tile to the elements of the array at once."""
-        return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
+        """Without sums in registers: it adds g of every tile to the elements of the array, or of the head, at once."""
+        return self.sink is Sink.PRIVATE or (self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL)
 
     @property
     def sums_over_keys(self) -> bool:
@@ -221,7 +227,7 @@ class CaptureKernel:
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
         """[ROWS, part_keys] int32: for each query and key of a part, the flat index of the array element that the load
-        reads, in row-major order.
+        reads, in row-major order; for PRIVATE that among the elements that the head reads.
 
         row0, column0   first query and first key of the part
 
@@ -240,9 +246,14 @@ class CaptureKernel:
         found = iter(program.at_rows(row0).tile_at_columns(column0))
         lengths = self.derivative.captures[self.load.capture].shape
         total, scalar = None, jnp.int32(0)
+        private, dims = self.sink is Sink.PRIVATE, private_sums.moving(self.load)
+        if private:
+            lengths = tuple(length if n in dims else 1 for n, length in enumerate(lengths))
         strides = [int(np.prod(lengths[n + 1 :])) for n in range(len(lengths))]
         for atom, length, stride in zip(index, lengths, strides, strict=True):
             if not ir.axes_of(atom) - ir.UNIFORM:
+                if private:
+                    continue
                 (value,) = program.scalar_values((atom,))
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue
@@ -290,6 +301,8 @@ class CaptureKernel:
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
         shape = self.shape
+        if self.private is not None:
+            return (lists, *self.private.shape[:2])
         if self.sink is Sink.MATRIX:
             return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
         if self.sink is Sink.SCATTER:
@@ -334,13 +347,16 @@ class ListCta:
     outputs: CaptureOutputs[Ref]
     list_number: Scalar
     steps: Scalar
+    private: Ref | None = None
 
     def visit(self, i: Scalar | int) -> ListVisit:
         """As `CaptureKernel.visit`."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def clear(self, group: Scalar | int) -> None:
-        """For SCATTER in the simulator: zeroes the array of a computing warpgroup."""
+        """For PRIVATE, and for SCATTER in the simulator: zeroes the sums of a computing warpgroup."""
+        if self.private is not None:
+            private_sums.clear(self.private.at[group])
         if self.kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
             self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((self.kernel.size,), jnp.float32)
 
@@ -352,11 +368,16 @@ class ListCta:
     def scatter(
         self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar | int
     ) -> None:
-        """Adds g of one part of a tile, [ROWS, part_keys], to the elements that the load reads: in fixed point to
-        `CaptureInputs.words`, in the simulator in float32 to the warpgroup's own array.
+        """Adds g of one part of a tile, [ROWS, part_keys], to the elements that the load reads: in float32 to the
+        warpgroup's own sums (PRIVATE), or in fixed point to `CaptureInputs.words`, in the simulator in float32 to the
+        warpgroup's own array.
 
         row0, column0   first query of the warpgroup and first key of the part
         """
+        if self.private is not None:
+            indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0, column0)
+            private_sums.add_private(self.private.at[group], indices, value)
+            return
         if self.inputs.words is not None:
             sums = self.inputs.words
         else:
@@ -367,10 +388,15 @@ class ListCta:
         fixed_point.add(sums, indices, value, self.inputs.factor[0])
 
     def write(self, sums: tuple[jax.Array, ...], group: Scalar | int) -> None:
-        """Writes the sums of the list, once, after the last visit, unless `scatters_each_tile`; SCATTER adds those of a
-        diagonal to the array.
+        """Writes the sums of the list, once, after the last visit; SCATTER has added those of each tile, or adds those
+        of a diagonal to the array.
         """
         kernel, shape = self.kernel, self.kernel.shape
+        if self.private is not None:
+            assert self.outputs.sums is not None
+            private_sums.write(self.private.at[group], self.outputs.sums.at[self.list_number, group])
+        if kernel.scatters_each_tile:
+            return
         if kernel.sums_over_keys:
             assert self.outputs.sums is not None
             out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS)]

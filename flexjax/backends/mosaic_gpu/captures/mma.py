@@ -37,19 +37,20 @@ from flexjax.backends.mosaic_gpu.machine.mma_products import product_transposed
 def launch_mma(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array], card: Card) -> CaptureOutputs[jax.Array]:
     """Launches the kernel with one CTA for each list, the longest lists first."""
     plan, groups = kernel.plan, kernel.groups
-    slots = captures_tiles.mma_slots(plan, card)
+    slots = captures_tiles.mma_slots(plan, card, kernel.private)
 
     def run(inputs: CaptureInputs[Ref], outputs: CaptureOutputs[Ref], scratch: MmaScratch[Ref]) -> None:
         list_number = inputs.order[lax.axis_index("program")]
         steps = kernel.steps(inputs.lists, list_number)
         copies = Copies(card.copying, groups, scratch.meeting)
-        _Cta(ListCta(kernel, inputs, outputs, list_number, steps), slots, copies, scratch).compute()
+        own = ListCta(kernel, inputs, outputs, list_number, steps, scratch.private)
+        _Cta(own, slots, copies, scratch).compute()
 
     return launch(
         run,
         inputs,
         kernel.output(inputs),
-        captures_tiles.mma_scratch(plan, slots, card.copying),
+        captures_tiles.mma_scratch(plan, slots, card.copying, kernel.private),
         name="flexjax_capture_gradient",
         programs=inputs.lists.count.shape[0],
         warpgroups=groups,
@@ -57,7 +58,10 @@ def launch_mma(kernel: CaptureKernel, inputs: CaptureInputs[jax.Array], card: Ca
 
 
 def captures_of_card(card: Card) -> CaptureFamily:
-    return CaptureFamily(functools.partial(launch_mma, card=card), captures_tiles.keys_of_part)
+    launch = functools.partial(launch_mma, card=card)
+    return CaptureFamily(
+        launch, captures_tiles.keys_of_part, functools.partial(captures_tiles.mma_private_sums, card=card)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +91,7 @@ class _Cta:
         self.copies.commit()
         carry = Carry(kernel.zero_sums(), first, second, self.list.statistics(first, group))
         found = lax.fori_loop(0, self.list.steps, self.step, carry)
-        if not kernel.scatters_each_tile:
-            self.list.write(found.sums, group)
+        self.list.write(found.sums, group)
 
     def step(self, i: Scalar, carry: Carry) -> Carry:
         """Makes the i-th visit, adds g of all parts of the tile, and starts the copies of what follows."""

@@ -91,16 +91,16 @@ def add_at(
         # no index arrays and no scatter: for a pair bias these would cost more than the kernels
         found = embedded(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
         return found if found.dtype != total.dtype else total + found
-    index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
+    index = [jnp.broadcast_to(i, sums.shape) for i in indices(plan, operands, derivative, load, sums.ndim)]
     if distinct(plan, load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
     flat = jnp.zeros(sums.shape, jnp.int32)
     for i, n in zip(index, total.shape, strict=True):
         flat = flat * n + jnp.clip(i, 0, n - 1)
-    return total + _sum_repeated(flat.ravel(), sums.ravel(), total.size).reshape(total.shape)
+    return total + sum_repeated(flat.ravel(), sums.ravel(), total.size).reshape(total.shape)
 
 
-def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
+def sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     """[size] sums of the values with the same `element`, in one fixed order; sorts equal parts of at most
     SORTED_AT_ONCE.
 
@@ -122,7 +122,7 @@ def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
 
 
 def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """`_sum_repeated` of one part: a stable sort by element, then a segmented scan."""
+    """`sum_repeated` of one part: a stable sort by element, then a segmented scan."""
     element, value = lax.sort((element, value), num_keys=1, is_stable=True)
 
     def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -134,7 +134,7 @@ def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     return jnp.zeros((size,), value.dtype).at[at].set(running, mode="drop", unique_indices=True)
 
 
-def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
+def indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
     """The elements that a load reads: for each dimension of the captured array, indices that broadcast to the shape of
     the sums.
 

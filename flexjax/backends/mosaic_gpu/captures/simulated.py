@@ -21,3 +21,12 @@ class CaptureKernel(kernel.CaptureKernel):
 def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar) -> None:
     """The simulator sums float32 in the order of the visits."""
     sums[...] = sums[...].at[index].add(value)
+
+
+def add_private(sums: Ref, index: jax.Array, value: jax.Array) -> None:
+    """All in the first copy."""
+    sums[...] = sums[...].at[index, 0].add(value)
+
+
+def meet() -> None:
+    """A warpgroup is one thread in the simulator."""

@@ -7,7 +7,9 @@ copying warpgroup, on mma.sync by the computing ones. The *staged array* is a ca
 tiles come through shared memory (backward/pair_bias.py); only the kernel for Hopper stages one.
 """
 
+import functools
 import typing
+from collections.abc import Callable
 
 from flexjax.backends.mosaic_gpu.backward.hopper_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.machine.columns import Exchange, columns_of, ctas_of, exchange_scratch
@@ -17,10 +19,12 @@ from flexjax.backends.mosaic_gpu.machine.shared_memory import (
     Barriers,
     Description,
     Part,
+    PlainArray,
     SwizzledTiles,
     fits,
     scratch_bytes,
 )
+from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
 ROWS = 64
@@ -78,6 +82,7 @@ class CaptureScratch(typing.NamedTuple, typing.Generic[Part]):
     query_free, key_free   [slots] all computing warpgroups have read a tile
     staged                 [query slots, tile] tiles of the staged array, None without one
     exchange               of the partial sums of S and dP; None where a CTA has all columns
+    private                sums by element (`private_sums`); None where the kernel has none
     """
 
     query: Part
@@ -90,6 +95,7 @@ class CaptureScratch(typing.NamedTuple, typing.Generic[Part]):
     key_free: Part
     staged: Part | None
     exchange: Exchange[Part] | None = None
+    private: Part | None = None
 
 
 def capture_scratch(
@@ -100,6 +106,7 @@ def capture_scratch(
     staged_dtype: str | None,
     parts: int = 1,
     ctas: int = 1,
+    private: PlainArray | None = None,
 ) -> CaptureScratch[Description]:
     """The shared memory of a CTA of the kernel for Hopper.
 
@@ -107,6 +114,7 @@ def capture_scratch(
     staged_dtype   of the array to stage; used only if `rings.staged`
     parts          of an operand (machine/float_parts.py)
     ctas           that share the columns (machine/columns.py)
+    private        sums by element (`private_sums`)
 
     Full slots expect one arrival for each copy, free slots one of each computing warpgroup.
     """
@@ -126,6 +134,7 @@ def capture_scratch(
         key_free=Barriers(rings.keys, groups),
         staged=staged,
         exchange=exchange_scratch(ctas, groups, (ROWS, ROWS)),
+        private=private,
     )
 
 
@@ -136,18 +145,42 @@ def ring_depths(
     staged_dtype: str | None,
     parts: int = 1,
     ctas: int = 1,
+    private: PlainArray | None = None,
 ) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
     smallest.
     """
+    depths = [(2, 2 * groups), (2, groups), (1, groups)]
+    if private is not None:  # it has long between the products of one part and those of the next
+        depths.append((1, 1))
     choices = [
         RingDepths(queries, keys, staged)
         for staged in ((False,) if staged_dtype is None else (True, False))
-        for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
+        for queries, keys in depths
     ]
-    scratch = lambda rings: capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas)
+    scratch = lambda rings: capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas, private)
     fit = (rings for rings in choices if fits(scratch(rings)))
     return next(fit, choices[-1])
+
+
+def private_sums(plan: KernelPlan, elements: int) -> PlainArray | None:
+    """`most_copies` on Hopper."""
+    groups, dims, sizes = warpgroups_for(plan), _dims(plan), (parts_of(plan), ctas_of(plan))
+    scratch = functools.partial(capture_scratch, groups, RingDepths(1, 1, False), dims, part_dtype(plan), None, *sizes)
+    return most_copies(plan, elements, lambda made: fits(scratch(made)))
+
+
+COPIES = (128, 64, 32, 16)
+"""Copies of the private sums that a warpgroup may have, the most first."""
+
+
+def most_copies(plan: KernelPlan, elements: int, has_room: Callable[[PlainArray], bool]) -> PlainArray | None:
+    """The sums of a CTA (private_sums.py), [groups, rows, copies], for a head that reads so many elements, with the
+    most copies for which there is shared memory beside the smallest rings; None if there is none.
+    """
+    rows = cdiv(elements, ROWS) * ROWS
+    choices = (PlainArray((warpgroups_for(plan), rows, copies), "float32") for copies in COPIES)
+    return next(filter(has_room, choices), None)
 
 
 # ------------------------------------------------------------------- mma.sync
@@ -169,6 +202,7 @@ class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
     query_full, key_full   [slots] both tiles of a slot have arrived; None with cp.async
     meeting                the barrier that stands for the CTA's in the simulator; None on the device and for one
                            warpgroup
+    private                as in CaptureScratch
     """
 
     query: Part
@@ -178,9 +212,12 @@ class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
     query_full: Part | None
     key_full: Part | None
     meeting: Part | None
+    private: Part | None
 
 
-def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScratch[Description]:
+def mma_scratch(
+    plan: KernelPlan, slots: MmaSlots, copying: Copying, private: PlainArray | None
+) -> MmaScratch[Description]:
     """The shared memory of a CTA of the kernel for mma.sync."""
     groups, keys = warpgroups_for(plan), keys_of_part(plan)
     dim, value_dim, by_tma = padded_dim(plan.head_dim), padded_dim(plan.value_dim), copying == "tma"
@@ -194,11 +231,18 @@ def mma_scratch(plan: KernelPlan, slots: MmaSlots, copying: Copying) -> MmaScrat
         query_full=full(slots.queries),
         key_full=full(slots.keys),
         meeting=meeting_barrier(groups),
+        private=private,
     )
 
 
-def mma_slots(plan: KernelPlan, card: Card) -> MmaSlots:
+def mma_slots(plan: KernelPlan, card: Card, private: PlainArray | None) -> MmaSlots:
     """The most slots of the kernel for mma.sync that fit the card; one of both kinds if none fit."""
     choices = (MmaSlots(2, 2), MmaSlots(1, 2), MmaSlots(1, 1))
-    fit = (n for n in choices if scratch_bytes(mma_scratch(plan, n, card.copying)) <= card.cta_memory)
+    fit = (n for n in choices if scratch_bytes(mma_scratch(plan, n, card.copying, private)) <= card.cta_memory)
     return next(fit, choices[-1])
+
+
+def mma_private_sums(plan: KernelPlan, elements: int, card: Card) -> PlainArray | None:
+    """`most_copies` on a card."""
+    scratch = functools.partial(mma_scratch, plan, MmaSlots(1, 1), card.copying)
+    return most_copies(plan, elements, lambda made: scratch_bytes(scratch(made)) <= card.cta_memory)
