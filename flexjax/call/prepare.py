@@ -208,6 +208,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
         expectations=len(functions),
         crowded=len(functions) > 0,
+        documents=0 if documents is None or not options.invariant else documents.shape[1] - 1,
         keys_begin_elsewhere=in_pages is None and _begin_elsewhere(given_origin, origin),
     )
     if options.invariant and (why := invariant.refuses(plan)) is not None:
@@ -267,9 +268,9 @@ def _origin(
 
 
 def _begin_elsewhere(given: object, origin: OriginTable | None) -> bool:
-    """Whether keys of a call may be numbered from elsewhere than the first: by a key origin, or in documents."""
+    """Whether keys of a call may be numbered from elsewhere than the first."""
     if isinstance(given, Origin):
-        return given.documents is not None or not (isinstance(given.key, int) and given.key == 0)
+        return not (isinstance(given.key, int) and given.key == 0)
     return origin is not None and origin.starts is not None
 
 

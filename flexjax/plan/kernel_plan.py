@@ -116,8 +116,10 @@ class KernelPlan:
     crowded: bool = False
     # the call was rewritten for kernels of large tiles of queries, so that no decode kernel runs it
     for_tiles: bool = False
-    # keys of an invariant call may be numbered from elsewhere than the first of the array: origin.key, documents
+    # keys of an invariant call may be numbered from elsewhere than the first of the array, by origin.key
     keys_begin_elsewhere: bool = False
+    # how many documents an invariant call has, in each of which keys are numbered from its first; 0: none are told
+    documents: int = 0
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:

@@ -89,6 +89,31 @@ def test_key_tiles_are_visited_in_one_direction(mask_mod: typing.Any, score_mod:
             assert not all(masked for _, masked in steps) or not any(of(s).all() for s, _ in steps if s + 128 <= most)
 
 
+@pytest.mark.parametrize("mask_mod", [None, masks.causal, masks.sliding_window(200)])
+def test_key_tiles_begin_where_documents_do(mask_mod: typing.Any) -> None:
+    offsets, T = [3, 8, 8, 301, 860], 900
+    setup, rows = setup_of(mask_mod, None, T, origin=Origin(documents=jnp.array(offsets)))
+    of = np.searchsorted(offsets, np.arange(T), side="right") - 1
+    at = np.arange(T) - np.array([*offsets[:-1], 0])[of]
+    q, kv = np.arange(T)[:, None], np.arange(T)[None, :]
+    shown = (of[q] == of[kv]) & (of[q] >= 0) & (of[q] < len(offsets) - 1)
+    shown &= True if mask_mod is None else np.asarray(mask_mod(0, 0, at[q], at[kv]))
+    for number in range(setup.scheduler.items):
+        steps = visited(setup, rows, number)
+        item = setup.scheduler.item(rows, jnp.int32(number))
+        first = int(item.q_tile) * setup.tile.block_q
+        mine = shown[first : first + setup.tile.block_q]
+        needed = {int(n) - int(at[n]) % 128 for n in np.flatnonzero(mine.any(0))}
+        assert needed <= {start for start, _ in steps}
+        assert [start for start, _ in steps] == sorted({start for start, _ in steps})
+        assert all(masked or mine[:, start : start + 128].all() for start, masked in steps)
+        for n, (start, _) in enumerate(steps):
+            packed = int(setup.scheduler.packed_start(rows, item, jnp.int32(n)))
+            assert divmod(packed, 256) == (start, min(128, offsets[of[start] + 1] - start))
+    if mask_mod is None:
+        assert any(not masked for n in range(setup.scheduler.items) for _, masked in visited(setup, rows, n))
+
+
 def refusal(arrays: typing.Any, **keywords: typing.Any) -> str:
     with pytest.raises(NotImplementedError) as error:
         flexjax.explain(*arrays, implementation="mosaic_gpu", device="h200", **keywords)
@@ -102,9 +127,9 @@ def test_what_the_kernels_refuse() -> None:
     assert refusal(x(1, 64, 2, 64, dtype="float32"), **call) == f"{take} bfloat16 and float16, not float32."
     assert refusal(x(1, 64, 2, 320), **call) == f"{take} head dims up to 256, not 320."
     assert refusal(x(1, 2049, 2, 64), **call) == f"{take} at most 2048 keys, not 2049."
-    elsewhere = f"{take} neither origin.key nor origin.documents."
-    assert refusal(x(1, 64, 2, 64), origin=Origin(key=jnp.int32(3)), **call) == elsewhere
-    assert refusal(x(1, 64, 2, 64), origin=Origin(documents=jnp.array([0, 64])), **call) == elsewhere
+    assert refusal(x(1, 64, 2, 64), origin=Origin(key=jnp.int32(3)), **call) == f"{take} no origin.key."
+    packed = {"origin": Origin(documents=jnp.array([0, 64])), "score_mod": ALIBI}
+    assert refusal(x(1, 64, 2, 64), **packed, **call) == f"{take} no score_mod beside origin.documents."
     mma = {"kernel_options": KernelOptions(invariant=True, instruction="mma")}
     no_order = (
         "The GPU kernels on mma.sync have no canonical order (kernel_options.invariant) yet; those for Hopper do."
@@ -122,13 +147,17 @@ def test_every_call_of_some_head_dims_has_the_same_keys_in_a_tile() -> None:
             assert "bits: out and lse of a token follow its query and the keys that it sees" in text
 
 
+LONGER = dataclasses.replace(SMALL, T=200)
+PACKED = dataclasses.replace(SMALL, N=1, score="")
 CASES = [
     *((way, SMALL) for way in WAYS if not any(word in way for word in ELSEWHERE)),
-    *(("chunks of 128", dataclasses.replace(SMALL, T=200, **more)) for more in (
-        {"score": "", "dtype": "float16"}, {"D": 128, "E": 128, "mask": "window"}, {"D": 256, "E": 256},
-        {"score": "softcap", "sinks": True},
-    )),
-]  # fmt: skip
+    ("chunks of 128", dataclasses.replace(LONGER, score="", dtype="float16")),
+    ("chunks of 128", dataclasses.replace(LONGER, D=128, E=128, mask="window")),
+    ("chunks of 128", dataclasses.replace(LONGER, D=256, E=256)),
+    ("chunks of 128", dataclasses.replace(LONGER, score="softcap", sinks=True)),
+    ("packed behind 5 tokens", PACKED),
+    ("packed behind 301 tokens", dataclasses.replace(PACKED, T=200, mask="window", dtype="float16")),
+]
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ class Hopper:
             f"bfloat16 and float16, not {plan.dtype}": plan.dtype not in ("bfloat16", "float16"),
             f"head dims up to 256, not {dim}": dim > 256,
             f"at most {invariant.SPLIT} keys, not {plan.kv_len}": plan.kv_len > invariant.SPLIT,
-            "neither origin.key nor origin.documents": plan.keys_begin_elsewhere,
+            "no origin.key": plan.keys_begin_elsewhere,
+            "no score_mod beside origin.documents": plan.documents > 0 and plan.score is not None,
         }
         found = [text for text, over in limits.items() if over]
         return f"With kernel_options.invariant the GPU kernels take {found[0]}." if found else None

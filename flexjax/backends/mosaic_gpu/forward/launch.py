@@ -49,7 +49,9 @@ def inputs_for(
         value=value,
         sinks=operands.sinks,
         mask_rows=MaskRows(
-            scheduler.order(operands.lists), tile_scheduler.flat(operands.lists), scheduler.visits(operands.lists)
+            scheduler.order(operands.lists),
+            tile_scheduler.flat(operands.lists),
+            scheduler.visits(operands.lists, operands.documents),
         ),
         score=score,
         mask=captures(operands.mask_captures) if plan.mask is not None else (),

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_gpu.forward.online_softmax import Rescale, Softmax, State
 from flexjax.backends.mosaic_gpu.forward.setup import AnyTile, ForwardInputs, ForwardOutputs, ForwardSetup
-from flexjax.backends.mosaic_gpu.forward.tile_scheduler import WorkItem
+from flexjax.backends.mosaic_gpu.forward.tile_scheduler import PACKED, WorkItem
 from flexjax.backends.mosaic_gpu.forward.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.machine import registers, thread_tiles
 from flexjax.backends.mosaic_gpu.machine.branch import when
@@ -84,6 +84,7 @@ class StepTile(typing.NamedTuple):
 
     start: Scalar | None  # number of its first key; None where nothing in the step depends on its keys
     programs: Programs  # with the vectors over its keys computed; all None where `start` is
+    end: Scalar | None = None  # the key after the last one of the tile's document; None: that of the call
 
 
 class Position(typing.NamedTuple):
@@ -166,6 +167,9 @@ class QueryRows(typing.Generic[AnyTile]):
             # The step may be of the full list; in order, the whole of its mask is right for that too.
             if not setup.scheduler.in_order and (phase is Phase.FIRST or setup.full_blocks_may_overhang):
                 on = on | registers.splat(n < self.item.full, "tile", s.shape)
+            if step_tile.end is not None and step_tile.start is not None:
+                count = registers.splat(step_tile.end - step_tile.start, "row", (tile.rows,))
+                on = on & thread_tiles.compare_columns(1, "lt", count, (tile.rows, tile.block_kv))
             s = thread_tiles.hide(s, on, setup.softmax.hidden)
         if setup.keys_may_overhang:
             assert step_tile.start is not None
@@ -193,9 +197,13 @@ class QueryRows(typing.Generic[AnyTile]):
         return masked or any(p is not None for p in (self.programs.score, self.step_factor))
 
     def start(self, n: Scalar, phase: Phase) -> Scalar:
-        """Number of the first key of step n, for a step past the phase some readable one; 0 if nothing needs it."""
+        """Number of the first key of step n, for a step past the phase some readable one; 0 if nothing needs it. With
+        documents it is `packed`.
+        """
         if not self.needs_start(phase):
             return i32(0)
+        if self.setup.plan.documents:
+            return self.setup.scheduler.packed_start(self.inputs.mask_rows, self.item, n)
         masked = None if self.setup.full_blocks_may_overhang else False
         in_full = {Phase.UNMASKED: True, Phase.MASKED: masked, Phase.FIRST: None}[phase]
         return self.setup.scheduler.kv_start(self.inputs.mask_rows, self.item, n, in_full)
@@ -209,8 +217,12 @@ class QueryRows(typing.Generic[AnyTile]):
         """The key tile from key `start` on, with column vectors computed in the programs of the phase."""
         if not self.needs_start(phase):
             return StepTile(None, Programs())
+        end = None
+        if self.setup.plan.documents:
+            start, count = lax.div(start, i32(PACKED)), lax.rem(start, i32(PACKED))
+            end = start + count
         programs = self.programs._replace(dropout=self.step_factor).at_columns(start)
-        return StepTile(start, programs._replace(mask=None) if phase is Phase.UNMASKED else programs)
+        return StepTile(start, programs._replace(mask=None) if phase is Phase.UNMASKED else programs, end)
 
     # ----------------------------------------------------------------- after the last step
 

@@ -88,7 +88,7 @@ class ForwardSetup(typing.Generic[AnyTile]):
     def may_overhang(self) -> bool:
         """Whether a tile may reach past the last query or key (`KernelPlan.covered`); loads then clamp indices."""
         queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)
-        return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
+        return bool(self.plan.q_len % queries or self.plan.kv_len % keys or self.plan.documents)
 
     @property
     def full_blocks_may_overhang(self) -> bool:
@@ -100,6 +100,8 @@ class ForwardSetup(typing.Generic[AnyTile]):
     def keys_may_overhang(self) -> bool:
         """Whether some key tile that is visited may reach past the last key."""
         plan = self.plan
+        if plan.documents:  # the end of a tile's document is a part of its mask
+            return False
         return bool(
             plan.kv_len % self.tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv)
         )

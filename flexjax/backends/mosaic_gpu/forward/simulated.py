@@ -18,7 +18,8 @@ def padded_lengths(setup: ForwardSetup[AnyTile], unit: int) -> tuple[int, int]:
     """Whole tiles, because the simulator does not fill in zeros past the end of an array."""
     plan, tile = setup.plan, setup.tile
     keys = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
-    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len, keys)
+    more = tile.block_kv if plan.documents else 0  # a tile may begin at the last key
+    return setup.scheduler.q_tiles * tile.block_q, round_up(plan.kv_len + more, keys)
 
 
 def contiguous_len(plan: KernelPlan) -> int:

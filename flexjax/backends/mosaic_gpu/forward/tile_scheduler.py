@@ -34,12 +34,15 @@ from flexjax.backends.mosaic_gpu.machine.branch import cond
 from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.machine.simulator import device_op
 from flexjax.block_mask.host_or_program import flat_constant, largest_first, module_of
+from flexjax.block_mask.transpose import EMPTY, FULL
 from flexjax.integers import cdiv, round_up
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+from flexjax.rewrites.mask_blocks import classes_of_plan
 
 L2_SHARE = 24e6  # bytes of keys and values that stay in the L2 beside everything else
 FEW_HEADS, L2_SHARE_OF_FEW = 4, 36e6
 """Heads side by side may have more bytes under a mask that is not causal-like: its rows visit few of the keys."""
+NO_LISTS = BlockLists(None, None, None, None)
 COUNTER_RESULT = MAILBOX_WORDS - 1
 """Word of the first mailbox through which one thread passes a number from the atomic counter to its warpgroup."""
 
@@ -99,11 +102,20 @@ class WorkItem(typing.NamedTuple):
 class Visits(typing.NamedTuple):
     """Both lists of an invariant call in one, in the order in which a query tile visits them: int32, of one dimension.
 
-    A *run* is neighbouring visits that are all masked or all unmasked.
+    A *run* is neighbouring visits that are all masked or all unmasked. With documents a visit is a tile, else a block.
     """
 
-    block: jax.Array  # 2 * number of the key block, plus 1 if its tiles are masked steps
+    first: jax.Array  # 2 * number of the key block, or `packed` tile, plus 1 for masked steps
     end: jax.Array  # the place after the run of this place
+    number: jax.Array | None  # how many visits a row has; None: those of both lists
+
+
+PACKED = 256
+
+
+def packed(first: typing.Any, count: typing.Any) -> typing.Any:
+    """A key tile of a document as one number: its first key, and how many of its keys are of the document."""
+    return first * PACKED + count
 
 
 class MaskRows(typing.NamedTuple):
@@ -181,12 +193,20 @@ class TileScheduler:
         """
         return self.plan.options.invariant
 
-    def visits(self, lists: BlockLists | None) -> Visits | None:
-        """The visits of each row of the lists; None for a call whose unmasked steps come first."""
+    def visits(self, lists: BlockLists | None, documents: jax.Array | None = None) -> Visits | None:
+        """The visits of each row of the lists; None for a call whose unmasked steps come first.
+
+        documents   `Operands.documents`
+        """
         blocks = self.plan.blocks
         if not self.in_order or blocks is None or lists is None:
             return None
-        xp, rows, none = module_of(*lists), [], 2 * cdiv(self.plan.kv_len, blocks.block_kv) + 2
+        xp, rows, total = module_of(*lists), [], None
+        none = 2 * packed(self.plan.kv_len + 1, 0)  # above every visit
+        if documents is not None:
+            hit, found = self._tiles_of_documents(lists, documents)
+            xp, rows, total = jnp, [jnp.where(hit, -found if self.tile.reverse_kv else found, none)], hit.sum(-1)
+            lists = NO_LISTS
         past_end = self.plan.kv_len // blocks.block_kv  # a block that reaches past the last key, if there is one
         for masked, number, index in ((1, *lists[:2]), (0, *lists[2:])):
             if number is None or index is None:
@@ -202,12 +222,44 @@ class TileScheduler:
         last = xp.concatenate([entry[..., 1:] % 2 != entry[..., :-1] % 2, xp.ones_like(entry[..., :1], bool)], -1)
         ends: typing.Any = xp.where(last, xp.arange(1, width + 1, dtype=np.int32), np.int32(width))[..., ::-1]
         ends = np.minimum.accumulate(ends, -1) if xp is np else lax.cummin(ends, ends.ndim - 1)
-        return Visits(*(flat_constant(x.astype(np.int32)) for x in (entry, ends[..., ::-1])))
+        counts = None if total is None else total.astype(np.int32).reshape(-1)
+        first, end = (flat_constant(x.astype(np.int32)) for x in (entry, ends[..., ::-1]))
+        return Visits(first, end, counts)
+
+    def _tiles_of_documents(self, lists: BlockLists, documents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(whether a row of the lists visits a tile, `Visits.first` of the tile) of the key tiles of all documents, by
+        their first keys: [batch, heads, rows, tiles].
+        """
+        plan, blocks, keys = self.plan, self.plan.blocks, self.tile.block_kv
+        assert blocks is not None
+        offsets, classes = documents[: blocks.batch], jnp.asarray(classes_of_plan(plan, lists))
+        before = jnp.cumsum(-(-jnp.diff(offsets, prepend=offsets[:, :1]) // keys), 1)  # tiles of earlier documents
+        tile = jnp.arange(self._visits_of_row, dtype=jnp.int32)
+        number = jnp.minimum((before[:, 1:, None] <= tile).sum(1, dtype=jnp.int32), plan.documents - 1)
+        at = lambda x: jnp.take_along_axis(x, number, 1)
+        first = jnp.clip(at(offsets) + (tile - at(before)) * keys, 0, plan.kv_len - 1)
+        of_block = lambda key: jnp.take_along_axis(
+            classes, jnp.broadcast_to((key // blocks.block_kv)[:, None, None], (*classes.shape[:3], len(tile))), -1
+        )
+        ends = of_block(first), of_block(jnp.minimum(first + keys, plan.kv_len) - 1)
+        exists = (tile < before[:, -1:])[:, None, None]
+        hit = exists & ((ends[0] != EMPTY) | (ends[1] != EMPTY))
+        count = jnp.clip(jnp.take_along_axis(offsets, number + 1, 1) - first, 0, keys)
+        whole = (ends[0] == FULL) & (ends[1] == FULL) & (count == keys)[:, None, None]
+        found = 2 * packed(first, count)[:, None, None]
+        return hit, jnp.where(whole, found, found + 1)
 
     @property
     def _visits_of_row(self) -> int:
         blocks = self.plan.blocks
+        if self.plan.documents:
+            return cdiv(self.plan.kv_len, self.tile.block_kv) + self.plan.documents
         return 0 if blocks is None else blocks.partial + blocks.full
+
+    @property
+    def _tiles_of_visit(self) -> int:
+        blocks = self.plan.blocks
+        return 1 if blocks is None or self.plan.documents else blocks.block_kv // self.tile.block_kv
 
     def run_end(self, mask: MaskRows, item: WorkItem, step: Scalar, masked: bool) -> Scalar:
         """The step after the run from `step` on, whose steps are all masked or all not; `step` if it is of another
@@ -220,9 +272,9 @@ class TileScheduler:
                 return lax.max(step, border)
             return jnp.where(step < border, step, item.total)
         assert mask.visits is not None
-        per_block = i32(self.plan.blocks.block_kv // self.tile.block_kv)
+        per_block = i32(self._tiles_of_visit)
         place = lax.min(lax.div(step, per_block), i32(self._visits_of_row - 1)) + item.row * self._visits_of_row
-        same = lax.rem(mask.visits.block[place], i32(2)) == int(masked)
+        same = lax.rem(mask.visits.first[place], i32(2)) == int(masked)
         return jnp.where(same, lax.max(step, lax.min(mask.visits.end[place] * per_block, item.total)), step)
 
     # ----------------------------------------------------------------- a fixed share of the items
@@ -259,6 +311,9 @@ class TileScheduler:
         inner = blocks.block_q // self.tile.block_q
         rows = cdiv(plan.q_len, blocks.block_q)
         b, h, q_tile, at = self._position_in_mask(mask, number)
+        if mask.visits is not None and mask.visits.number is not None:
+            total = jnp.where(q_tile * self.tile.block_q < plan.q_len, mask.visits.number[at], i32(0))
+            return WorkItem(b, h, q_tile, at, i32(0), i32(0), total)
         per_block = i32(blocks.block_kv // self.tile.block_kv)
         full = i32(0) if mask.lists.full_num is None else mask.lists.full_num[at]
         partial = i32(0) if mask.lists.partial_num is None else mask.lists.partial_num[at]
@@ -340,14 +395,20 @@ class TileScheduler:
             lambda: read(lists.partial_index, blocks.partial, step - item.full),
         )
 
-    def _start_in_order(self, mask: MaskRows, item: WorkItem, step: Scalar) -> Scalar:
+    def packed_start(self, mask: MaskRows, item: WorkItem, step: Scalar) -> Scalar:
+        """`kv_start` of a call with documents, `packed` with how many keys of the tile are of its document."""
+        return self._start_in_order(mask, item, step, pack=True)
+
+    def _start_in_order(self, mask: MaskRows, item: WorkItem, step: Scalar, pack: bool = False) -> Scalar:
         if self.plan.blocks is None:
             return (item.total - 1 - step if self.tile.reverse_kv else step) * self.tile.block_kv
         if mask.visits is None:
             return step
-        per_block = i32(self.plan.blocks.block_kv // self.tile.block_kv)
+        per_block = i32(self._tiles_of_visit)
         place = lax.min(lax.max(lax.div(step, per_block), i32(0)), i32(self._visits_of_row - 1))
-        block = lax.div(mask.visits.block[item.row * self._visits_of_row + place], i32(2))
+        block = lax.div(mask.visits.first[item.row * self._visits_of_row + place], i32(2))
+        if self.plan.documents:
+            return block if pack else lax.div(block, i32(PACKED))
         inside = lax.rem(step, per_block)
         inside = per_block - 1 - inside if self.tile.reverse_kv else inside
         return (block * per_block + inside) * self.tile.block_kv
