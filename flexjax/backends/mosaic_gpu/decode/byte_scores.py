@@ -71,8 +71,7 @@ class ByteScores(ItemConsumer):
     ) -> jax.Array:
         """The scores after score_mod, [block_kv, columns] float32, as a warp's softmax takes them.
 
-        `s` is K Q^T with the scales of keys, without the plan's scale; `start` is the first key in the slot of tile
-        `number`.
+        `s` is K Q^T with the scales of keys, without that of the plan; `start`: first key in the slot of tile `number`.
         """
         setup, keys = self.setup, self.setup.tile.block_kv
         score, mask = (None if p is None else p.at_rows(start).at_columns(i32(0)) for p in programs[:2])

@@ -1,5 +1,4 @@
-"""What surrounds every decode kernel: the operands as it reads them, its launch, and the results from its partial
-results.
+"""What surrounds every decode kernel: the operands as it reads them, its launch, and the merge of its results.
 
 items.py assigns chunks of keys to CTAs; merge.py computes the softmax over all chunks.
 """
@@ -36,9 +35,7 @@ def launch_decode(
     name: str,
     warpgroups: int,
 ) -> Results:
-    """Launches `kernel(setup, inputs, outputs, scratch)` as `kernel_parts.launch` says and merges its partial results,
-    in the plan's layout.
-    """
+    """Launches `kernel(setup, inputs, outputs, scratch)` and merges its partial results, in the plan's layout."""
     query_lengths, key_lengths = _existing(plan, operands)
     setup, first = _setup(plan, tile, operands, key_lengths), None
     if has_interval(plan):

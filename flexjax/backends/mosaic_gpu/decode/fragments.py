@@ -42,8 +42,7 @@ Word = typing.Any  # a value of 32 bits of one thread: an integer, two 16-bit nu
 class Ops(typing.Protocol):
     """Operations on the values of one thread; `dtype` is "bfloat16" or "float16"; an int argument is a constant.
 
-    A word of two 16-bit numbers has the first in its lower half. Integers have 32 bits; sums, products and the like are
-    of float32.
+    A word of two 16-bit numbers has the first in its lower half. Integers have 32 bits; sums and products are float32.
     """
 
     @property
@@ -170,8 +169,7 @@ def lanes_of(ops: Ops) -> Lanes:
 def query_words(ops: Ops, queries: typing.Any, columns: int, head_dim: int) -> list[Word]:
     """This thread's words of the right operands of K Q^T, in the order of `scores`.
 
-    `queries` is [columns, head_dim], row-major, in shared or global memory; there are head_dim / 8 words for each eight
-    packed queries.
+    `queries` is [columns, head_dim], row-major, in shared or global memory; head_dim / 8 words for each eight queries.
     """
     _, g, t = lanes_of(ops)
     row = ops.add(ops.times(g, 2 * head_dim), ops.times(t, 64))
@@ -296,8 +294,7 @@ def add_values(
     """This thread's elements of O^T = out * factor + V^T P^T, sums over the keys of its warp alone.
 
     Place (64 (8 p + m) + 8 h, column) has dim 128 p + 16 g + 2 m + h, of piece p, m from 0 to 7, h 0 or 1, for packed
-    query column + 2 t. `values` is [block_kv, value dim] bytes in swizzled pieces; `weights` are float32 times the
-    scales of values.
+    query column + 2 t. `values` is [block_kv, value dim] bytes in swizzled pieces; `weights`: float32 times scales.
     """
     block_kv, columns, value_dim, stored, dtype = tile
     warp, g, t = lanes_of(ops)

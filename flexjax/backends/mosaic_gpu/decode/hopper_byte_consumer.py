@@ -6,8 +6,7 @@
     O^T += V^T P^T          bytes widened in registers, P transposed by movmatrix
 
 fragments.py has the layouts. Two warpgroups take alternate key tiles, as in hopper_consumer.py. At the end of an item
-all eight warps write their sums to shared memory, and the first warpgroup adds them and writes the partial result of
-the chunk.
+all eight warps write their sums to shared memory, and the first warpgroup adds them and writes the result.
 """
 
 import math

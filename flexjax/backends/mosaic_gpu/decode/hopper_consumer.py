@@ -35,15 +35,7 @@ from flexjax.backends.mosaic_gpu.forward.online_softmax import State
 from flexjax.backends.mosaic_gpu.forward.rows import Programs
 from flexjax.backends.mosaic_gpu.machine import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.machine.branch import when
-from flexjax.backends.mosaic_gpu.machine.kernel_parts import (
-    Ref,
-    Scalar,
-    accumulator,
-    add_wgmma,
-    arrive_read,
-    i32,
-    load,
-)
+from flexjax.backends.mosaic_gpu.machine.kernel_parts import Ref, Scalar, accumulator, add_wgmma, arrive_read, i32, load
 from flexjax.backends.mosaic_gpu.machine.simulator import only_simulated, ordered
 
 f32 = np.float32

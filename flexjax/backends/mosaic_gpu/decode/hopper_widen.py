@@ -2,11 +2,9 @@
 
 TMA copies a tile as rows of bytes. A warpgroup reads sixteen bytes of a row at a time, widens them in registers and
 writes them in the layout of WGMMA: pieces of 8 rows and 64 columns, 1024 bytes, in which 16-byte part n of row r is at
-place n XOR r (the 128-byte swizzle). No number is rounded, because 16-bit floats hold every int8 and every
-float8_e4m3fn.
+place n XOR r (the 128-byte swizzle). No number is rounded, because 16-bit floats hold all of 8 bits.
 
-Widening is bit arithmetic on two numbers in 32 bits, because the converting instructions take a clock for each number
-and thread:
+Widening is bit arithmetic on two numbers in 32 bits, because converting instructions are slow:
 
     int8 -> bfloat16      0x4300 | x is 128 + x for x of seven bits; the sign bit, taken apart, says whether to subtract
                           128 or 256
@@ -15,8 +13,7 @@ and thread:
                           exponents' biases
     float8 -> float16     the same with 2^8
 
-The two patterns of float8_e4m3fn that are no numbers come out as 480 and -480; `append` stores them for tokens that are
-NaN alone.
+The two patterns of float8_e4m3fn that are no numbers come out as 480 and -480; `append` stores them for NaN alone.
 """
 
 import typing

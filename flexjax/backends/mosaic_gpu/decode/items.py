@@ -46,8 +46,7 @@ class DecodeItem(typing.NamedTuple):
 class Work(typing.NamedTuple, typing.Generic[Part]):
     """The arrays from which the kernel reads its work items, int32 in global memory.
 
-    Lists of tiles exist for a block mask that is no interval, over the batch entries and key heads that have lists of
-    their own (`rows`).
+    Lists of tiles exist for a block mask that is no interval, over the batch entries and key heads with lists (`rows`).
     """
 
     lengths: Part | None  # [B] `DecodeItem.end`, at most the keys of the array; None if all exist
@@ -65,8 +64,7 @@ class Work(typing.NamedTuple, typing.Generic[Part]):
 class DecodeItems:
     """The work items of a call."""
 
-    # without its block mask where the visible keys of each batch entry are an interval (intervals.py)
-    plan: KernelPlan
+    plan: KernelPlan  # without its block mask where the visible keys of each batch entry are an interval (intervals.py)
     tile: DecodeTile
     lengths: bool  # whether each batch entry has an end of its own (`DecodeItem.end`)
 

@@ -37,8 +37,7 @@ class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):
 class DecodeSetup:
     """The static part of a decode kernel."""
 
-    # without its block mask where the visible keys of each batch entry are an interval (intervals.py)
-    plan: KernelPlan
+    plan: KernelPlan  # without its block mask where the visible keys of each batch entry are an interval (intervals.py)
     tile: DecodeTile
     score: Program | None  # of packed rows (ir/fold_heads.py), as mask
     mask: Program | None

@@ -74,9 +74,8 @@ class PingPong:
 
     Warpgroup g waits at barrier g for its turn, and ends its turn by signalling barrier 1 - g. Where the softmax
     overlaps P V (`ForwardTile.overlap`) they alternate strictly from the first query tile to the last. Otherwise a turn
-    begins at P V and ends after the next Q K^T, so each query tile begins with a turn of warpgroup 0. A third barrier
-    (number 2) keeps warpgroup 0 from signalling for the next query tile before warpgroup 1 has waited for its last turn
-    in this one.
+    begins at P V and ends after the next Q K^T, so each query tile begins with a turn of warpgroup 0. Barrier 2 keeps
+    warpgroup 0 from signalling for the next query tile before warpgroup 1 has waited for its last turn in this one.
     """
 
     tile: ForwardTile
@@ -101,8 +100,7 @@ class PingPong:
     def begin_tile(self, group: Scalar, first: Scalar) -> None:
         """Without `overlap`, at the start of a query tile: each warpgroup waits for its first turn."""
         if self.tile.ping_pong:
-            # Until warpgroup 0 has issued its first Q K^T.
-            when(group == 1)(lambda: self.wait(1))
+            when(group == 1)(lambda: self.wait(1))  # Until warpgroup 0 has issued its first Q K^T.
             # Until warpgroup 1 has finished the query tile before.
             when((group == 0) & ~first)(lambda: _named_barrier("sync", self._barrier(2), 2 * WARPGROUP))
 

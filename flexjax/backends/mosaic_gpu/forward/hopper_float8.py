@@ -1,5 +1,4 @@
-"""The products of float8 in the forward kernel for Hopper: what their operands look like, and the softmax weights as
-one of them.
+"""The products of float8 in the forward kernel for Hopper: their operands, of which the weights are one.
 
     S = Q K^T     both operands from shared memory, as for 16 bits: [tokens, head dim]
     O = P V       P from registers, V from shared memory as [value dim, keys]: WGMMA transposes no operands of 8 bits

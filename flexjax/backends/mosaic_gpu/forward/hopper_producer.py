@@ -1,5 +1,4 @@
-"""The producer of the forward kernel: one warpgroup that copies queries, keys and values into rings in shared memory by
-TMA.
+"""The producer of the forward kernel: a warpgroup that copies queries, keys and values into rings by TMA.
 
 For each work item (one query tile with the key tiles that it visits, tile_scheduler.py) it fills a query slot, and for
 each step (one key tile) a key slot and a value slot. Keys are copied one step ahead of values, because consumers
@@ -135,10 +134,7 @@ class Producer:
         start = setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
         setup.slots.acquire("staged", scratch.staged_free, slot)
         leading = TileProgram(
-            setup.plan.score,
-            self.inputs.score,
-            (tile.rows, tile.block_kv),
-            Place(item.b, item.h),
+            setup.plan.score, self.inputs.score, (tile.rows, tile.block_kv), Place(item.b, item.h)
         ).scalar_values(setup.staged.index[:-2])
         rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)
         source = self.inputs.score[setup.staged.capture].at[(*leading, rows, columns)]

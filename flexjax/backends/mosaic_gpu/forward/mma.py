@@ -1,5 +1,4 @@
-"""The forward kernel on mma.sync (compute capability 8.x, 10.x and 12.x; on 9.0 where the call asks): operands, launch,
-results.
+"""The forward kernel on mma.sync (compute capability 8.x, 10.x, 12.x; 9.0 where asked for): its launch.
 
 A CTA computes one tile of queries of one head. All of its warpgroups copy and compute (mma_rows.py); no CTA waits for
 another. mma_tiles.py chooses the configuration, and tile_scheduler.py orders the CTAs.

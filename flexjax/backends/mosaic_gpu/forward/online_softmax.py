@@ -1,5 +1,4 @@
-"""The online softmax of a warpgroup, by kind: exponentials of a tile of scores, and what keeps their row sums
-comparable.
+"""The online softmax of a warpgroup, by kind: exponentials of a tile, and what keeps row sums comparable.
 
     p = 2^(s log2(e) - m)        m, the reference of a row
     total = total * 2^(m_before - m) + rowsum(p)
@@ -45,10 +44,8 @@ f32 = np.float32
 class State(typing.NamedTuple):
     """The softmax between two tiles, both [rows] float32."""
 
-    # the reference of each row
-    base: jax.Array
-    # the sum of the exponentials relative to `base`: each thread sums its own columns until `finish`
-    total: jax.Array
+    base: jax.Array  # the reference of each row
+    total: jax.Array  # the sum of the exponentials relative to `base`: each thread sums its own columns until `finish`
     # like `total`, of the exponentials times each function whose expectation is asked for
     sums: tuple[jax.Array, ...] = ()
     # the largest score of each row as a reference, where `base` lags behind and it is a result
@@ -58,8 +55,7 @@ class State(typing.NamedTuple):
 class Rescale(typing.NamedTuple):
     """By how much a tile changes the reference, for the sums and products of the tiles before."""
 
-    # [rows] float32: e^(reference before - reference now), as scores
-    factor: jax.Array
+    factor: jax.Array  # [rows] float32: e^(reference before - reference now), as scores
     # int32 scalar: 0 where every factor of this warp is known to be 1, so that the product can be skipped
     needed: jax.Array
 
@@ -68,26 +64,18 @@ class Rescale(typing.NamedTuple):
 class Softmax:
     """What the kinds of softmax have in common; `step` is theirs."""
 
-    # (rows, columns) of a tile
-    shape: tuple[int, int]
-    # how many of eight exponentials are polynomials (machine/exponential.py)
-    polynomials: int = 0
+    shape: tuple[int, int]  # (rows, columns) of a tile
+    polynomials: int = 0  # how many of eight exponentials are polynomials (machine/exponential.py)
     # references are whole powers of two, so that the backward pass can round its weights to these (tile_math.py)
     whole_powers: bool = False
-    # of which expectations are asked for
-    functions: int = 0
-    # the largest score of a row is a result, and `base` may lag behind it
-    follows_top: bool = False
+    functions: int = 0  # of which expectations are asked for
+    follows_top: bool = False  # the largest score of a row is a result, and `base` may lag behind it
 
-    # `step` reads `Scaled.tile` alone, which is the whole score
-    takes_whole_scores: typing.ClassVar[bool] = False
-    # `step` leaves `Scaled.row_term` to `finish`
-    leaves_row_term: typing.ClassVar[bool] = False
-    # references may change from tile to tile
-    rescales: typing.ClassVar[bool] = True
+    takes_whole_scores: typing.ClassVar[bool] = False  # `step` reads `Scaled.tile` alone, which is the whole score
+    leaves_row_term: typing.ClassVar[bool] = False  # `step` leaves `Scaled.row_term` to `finish`
+    rescales: typing.ClassVar[bool] = True  # references may change from tile to tile
     first_reference: typing.ClassVar[float] = LOWEST_REFERENCE
-    # the score of a hidden entry
-    hidden: typing.ClassVar[float] = -math.inf
+    hidden: typing.ClassVar[float] = -math.inf  # the score of a hidden entry
 
     @property
     def start(self) -> State:
@@ -100,8 +88,7 @@ class Softmax:
         return Rescale(self._row_vector(1.0), jnp.int32(0))
 
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
-        """(exponentials of a tile, [rows, columns] float32 and not yet divided by their sum, rescaling, state after the
-        tile).
+        """(exponentials of a tile, [rows, columns] float32, before the division by their sum, rescaling, state).
 
         `scores.column_slope` multiplies only the column modulo PERIOD, because the tile contains the rest of the slope.
         """
@@ -122,8 +109,7 @@ class Softmax:
         raise NotImplementedError
 
     def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(reference, sum) of each row after the last tile, [rows] float32; -inf and 0 for a row without visible
-        scores.
+        """(reference, sum) of each row after the last tile, [rows] float32; -inf and 0 for hidden rows.
 
         row_term   [rows], what `step` left out of the scores; -inf hides its row, NaN and +inf make the sum NaN
         """
@@ -248,8 +234,7 @@ class Softmax:
 class StaticReference(Softmax):
     """Every reference is the same number: there is no maximum, and nothing is rescaled."""
 
-    # a score times log2(e)
-    reference: float = 0.0
+    reference: float = 0.0  # a score times log2(e)
     rescales: typing.ClassVar[bool] = False
 
     @property
@@ -288,15 +273,13 @@ class RunningMaximum(Softmax):
     # a reference rises only where the maximum exceeds it by more than `rise`; a warp votes before its lanes exchange
     # maxima, and mostly nothing is exchanged or rescaled
     lazy_rescale: bool = False
-    # powers of two by which the maximum may exceed the one that a reference follows
-    rise: float = RESCALE_THRESHOLD
+    rise: float = RESCALE_THRESHOLD  # powers of two by which the maximum may exceed the one that a reference follows
     # powers of two by which references lie below that maximum (hopper_float8.py); row maxima are then no result
     below: float = 0.0
     # False: P V sums the exponentials (hopper_float8.py), and the caller gives `finish` a state with the sum
     sums: bool = True
     leaves_row_term: typing.ClassVar[bool] = True
-    # powers of two in one unit of a reference
-    powers_in_unit: typing.ClassVar[float] = 1.0
+    powers_in_unit: typing.ClassVar[float] = 1.0  # powers of two in one unit of a reference
     row_scaled: typing.ClassVar[bool] = False
 
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
@@ -356,8 +339,7 @@ class RunningMaximum(Softmax):
 class LargeScores(RunningMaximum):
     """References are scores, and the difference of a score and its reference is scaled by log2(e)."""
 
-    # the score program, by which the difference is taken (`tile_math.large_distance`)
-    program: Program | None = None
+    program: Program | None = None  # the score program, by which the difference is taken (`tile_math.large_distance`)
     takes_whole_scores: typing.ClassVar[bool] = True
     leaves_row_term: typing.ClassVar[bool] = False
     powers_in_unit: typing.ClassVar[float] = LOG2E
@@ -406,8 +388,7 @@ class RowScaled(LargeScores):
 class PlainSums(Softmax):
     """No softmax: a score is the weight of its value, and lse is the sum of a row. There are no references."""
 
-    # whether the sum is a result
-    sums: bool = True
+    sums: bool = True  # whether the sum is a result
     takes_whole_scores: typing.ClassVar[bool] = True
     rescales: typing.ClassVar[bool] = False
     first_reference: typing.ClassVar[float] = 0.0

@@ -11,12 +11,7 @@ f32 = np.float32
 
 
 def scores_of(
-    program: TileProgram | None,
-    s: jax.Array,
-    scale: float,
-    whole: bool,
-    slack: float | None,
-    keep_factor: bool = False,
+    program: TileProgram | None, s: jax.Array, scale: float, whole: bool, slack: float | None, keep_factor: bool = False
 ) -> Scaled:
     """The scores, before any mask, of Q K^T `s` without scale; with `whole` the tile of Scaled is the whole score.
 

@@ -131,9 +131,7 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """a - b * trunc(a / b), with an error, modulo b, up to 2^-24 |a|; a where b is infinite (unlike lax.rem for
-    infinite a).
-    """
+    """a - b * trunc(a / b), with an error, modulo b, up to 2^-24 |a|; a where b is infinite."""
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
     rest = jnp.where((a < 0) & (rest > 0) | (a > 0) & (rest < 0), rest + size, rest)  # the quotient was rounded up

@@ -245,10 +245,7 @@ class TileProgram:
     def pin(self) -> "TileProgram":
         """The program whose column vectors are computed here, not where they are used first."""
         # Affine integers are cheaper to compute where they are used.
-        affine = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
-            ir.Q,
-            ir.KV,
-        }
+        affine = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {ir.Q, ir.KV}
         columns = [i for i, s in self.env.items() if s.kind == COLUMN and i not in affine]
         held = [i for i in columns if self.env[i].value.dtype != jnp.bool_]
         if not held:
