@@ -6,20 +6,17 @@ The steps: check the arrays, trace the mods, build or check the block mask, writ
 
 import dataclasses
 import functools
-import hashlib
 import math
 import typing
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.build import from_traced, in_range, trace_placed_mask
+from flexjax.block_mask.build import from_traced, trace_placed_mask
 from flexjax.call import float8_scales
 from flexjax.call.arguments import Arguments
+from flexjax.call.block_masks import layout_of, lists_of, remembered, residues_by_mask
 from flexjax.call.checks import (
     CheckedArrays,
     both_masks,
@@ -40,16 +37,13 @@ from flexjax.ir.reach import reach_of
 from flexjax.ir.single_precision import in_single_precision, with_single_captures
 from flexjax.mod_tools.made_for import Reach, check_sizes
 from flexjax.parallel.explicit_axes import split_of
-from flexjax.plan import invariant, kernel_plan
-from flexjax.plan.kernel_plan import FLOAT8, BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Residues, Scales
-from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
+from flexjax.plan import invariant
+from flexjax.plan.kernel_plan import FLOAT8, KernelPlan, Lengths, Operands, Scales
 from flexjax.plan.lengths import NONE
 from flexjax.plan.precision import precision_name
 from flexjax.plan.problem import After, Problem
 from flexjax.rewrites.pages import whole_pages
-from flexjax.rewrites.residues import residues_of
 from flexjax.tolerance.norms import PagedKeys
-from flexjax.trace.memo import Memo
 from flexjax.trace.trace_mod import TracedMod, check_function, trace_score_mod
 from flexjax.types import Layout, MaskMod, Origin, ScoreMod, Weights
 
@@ -192,7 +186,9 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         score=None if score is None else score.program,
         mask=None if block_mask is None else block_mask.program,
         dropout=None if dropout is None else dropout.program,
-        blocks=None if block_mask is None else _layout(block_mask, left_out is not None and left_out.mask is not None),
+        blocks=None
+        if block_mask is None
+        else layout_of(block_mask, left_out is not None and left_out.mask is not None),
         has_sinks=inputs.sinks is not None,
         max_scores=return_aux is not None and return_aux.max_scores,
         options=options,
@@ -202,7 +198,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         stored_pages=0 if in_pages is None else inputs.key.shape[0],
         cache_dtype=None if in_pages is None else in_pages.cache_dtype,
         precision=precision,
-        residues=None if origin or lengths or in_pages else _residues(block_mask, score),
+        residues=None if origin or lengths or in_pages else residues_by_mask(block_mask, score),
         float8=inputs.dtype == FLOAT8,
         weighted=weights is not None,
         total=weights is not None and (weights.divisor is not None or (return_aux is not None and return_aux.total)),
@@ -223,7 +219,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         score_captures=() if score is None else score.arrays,
         mask_captures=() if block_mask is None else block_mask.captures,
         dropout_captures=() if dropout is None else dropout.arrays,
-        lists=None if block_mask is None else _lists(block_mask),
+        lists=None if block_mask is None else lists_of(block_mask),
         origin=None if origin is None else origin.starts,
         lengths=lengths,
         pages=None if in_pages is None else in_pages.pages,
@@ -373,101 +369,4 @@ def _block_mask(
     make = lambda: BlockMask.of(from_traced(traced, heads, lengths, exact, origin, None if work is None else work.axes))
     if origin is not None or not jax.sharding.get_abstract_mesh().empty:
         return make()
-    return _remembered_blocks(make, traced, (heads, lengths, exact))
-
-
-_BLOCKS: Memo[BlockMask] = Memo(128)  # block masks that calls computed from mask_mod, without captured arrays
-MOST_BYTES = 1 << 18
-"""Bytes of the lists of a block mask that is kept in _BLOCKS, and of captured arrays whose numbers are its key."""
-
-
-def _remembered_blocks(make: Callable[[], BlockMask], traced: TracedMod, sizes: tuple[object, ...]) -> BlockMask:
-    """`make()`, from the last call with the same program and sizes, and the same captured arrays or equal ones."""
-    arrays = traced.arrays
-    if any(isinstance(x, Tracer) or x.is_deleted() for x in arrays):
-        return make()
-    # the lists lie on the default device, which jax.extend.backend.clear_backends makes anew
-    at = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
-    settings = jax.config.jax_enable_x64, at  # type: ignore[attr-defined]
-    key = traced.program, tuple(map(id, arrays)), sizes, settings
-    if (kept := _BLOCKS.get(key, arrays)) is not None:
-        return dataclasses.replace(kept, captures=arrays)
-    numbers = _numbers(arrays)
-    by_numbers = None if numbers is None else (traced.program, numbers, sizes, settings)
-    if by_numbers is not None and (kept := _BLOCKS.get(by_numbers)) is not None:
-        return dataclasses.replace(kept, captures=arrays)
-    made = make()
-    if made.on_host is None or sum(x.nbytes for x in made.on_host) > MOST_BYTES:
-        return made
-    kept = dataclasses.replace(made, captures=())
-    _BLOCKS.put(key, kept, arrays)
-    if by_numbers is not None:
-        _BLOCKS.put(by_numbers, kept)
-    return made
-
-
-def _numbers(arrays: Sequence[Array]) -> tuple[object, ...] | None:
-    """The types of captured arrays and a digest of their numbers, by which block masks of equal arrays are the same;
-    None for none, for many numbers, and for arrays whose numbers this process or the host does not have.
-    """
-    if not arrays or sum(x.nbytes for x in arrays) > MOST_BYTES:
-        return None
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable for x in arrays):
-        return None
-    text = hashlib.sha256()
-    for x in arrays:  # classing blocks reads the numbers too
-        text.update(np.asarray(x).tobytes())
-    return (*map(jax.typeof, arrays), text.digest())
-
-
-def _layout(mask: BlockMask, thinned: bool) -> BlockLayout:
-    batch, heads = mask.list_dims[:2]
-    widths = (*mask.list_widths, *mask.transposed_widths)
-    return BlockLayout(
-        batch,
-        heads,
-        *mask.block_size,
-        *widths,
-        from_user_lists=mask.lists_decide,
-        known=_known_lists(mask),
-        thinned=thinned or mask.claim is not None,
-    )
-
-
-def _residues(mask: BlockMask | None, score: TracedMod | None) -> Residues | None:
-    """How the call is split by residues of its tokens (rewrites/residues.py); None if it is not."""
-    # the blocks of traced lists and of lists of the user are not counted
-    if mask is None or mask.program is None or mask.lists_decide or mask.on_host is None:
-        return None
-    num, _, full_num, _ = mask.on_host
-    visited = (num.sum() + full_num.sum()) * math.prod(mask.block_size) / max(1, math.prod(num.shape[:2]))
-    scores = () if score is None else score.programs
-    return residues_of(mask.program, scores, (mask.q_len, mask.kv_len), float(visited))
-
-
-def _known_lists(mask: BlockMask) -> KnownLists | None:
-    """The lists of the block mask as numpy arrays; None if the host does not know them, or if they are many."""
-    if mask.on_host is None or not mask.as_made:
-        return None
-    if mask.list_dims[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
-        return None
-    num, index, full_num, full_index = mask.on_host
-    pairs = ((num, index), (full_num, full_index))
-    arrays = tuple(x if pair[1].shape[-1] else None for pair in pairs for x in pair)
-    follow = not mask.captures and mask.origin is None and not mask.from_user_lists and mask.claim is None
-    return KnownLists(arrays, fixed=follow)
-
-
-_sorted = jax.jit(in_range, static_argnums=2)  # one dispatch in an eager call
-
-
-def _lists(mask: BlockMask) -> BlockLists:
-    """The block lists for the operands, by query block: partial, then full blocks; None for lists of width 0."""
-    if mask.in_bits and mask.bits is not None:
-        return typing.cast(BlockLists, kernel_plan.BlockBits(*map(jnp.asarray, mask.bits)))
-    num, index, full_num, full_index = mask.lists
-    pairs = ((num, index), (full_num, full_index))
-    # lists whose fields a user set are in the user's order, and may have numbers that name no block
-    if not mask.as_made:
-        pairs = tuple(_sorted(*pair, mask.blocks[1]) if pair[1].shape[-1] else pair for pair in pairs)
-    return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
+    return remembered(make, traced, (heads, lengths, exact))

@@ -15,7 +15,7 @@ import pytest
 import flexjax
 from flexjax import masks, mods
 from flexjax.block_mask import build
-from flexjax.call import prepare
+from flexjax.call import block_masks
 from flexjax.mod_tools.numpy_arrays import equal_array
 from flexjax.trace import trace_mod
 from tests.arrays import array
@@ -37,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(trace_mod, "_trace", lambda name, *rest: seen.append(name) or trace(name, *rest))
     monkeypatch.setattr(build, "classify_on_host", lambda *given: seen.append("blocks") or classify(*given))
     trace_mod._KEPT.clear()
-    prepare._BLOCKS.clear()
+    block_masks._BLOCKS.clear()
     return seen
 
 
@@ -48,7 +48,7 @@ def attend(**arguments: object) -> jax.Array:
 def expected(**arguments: object) -> np.ndarray:
     """The same call, with nothing remembered."""
     trace_mod._KEPT.clear()
-    prepare._BLOCKS.clear()
+    block_masks._BLOCKS.clear()
     return np.asarray(attend(**arguments))
 
 
@@ -113,7 +113,7 @@ def test_arrays_of_equal_bytes_and_other_types_are_not_mixed() -> None:
     short = flexjax.flex_attention(
         *(x.reshape(2, 4, N, D) for x in (Q, K, V)), mask_mod=masks.document(halves.reshape(2, 4))
     )
-    prepare._BLOCKS.clear()
+    block_masks._BLOCKS.clear()
     again = flexjax.flex_attention(
         *(x.reshape(2, 4, N, D) for x in (Q, K, V)), mask_mod=masks.document(halves.reshape(2, 4))
     )
@@ -137,7 +137,7 @@ def test_kept_blocks_belong_to_settings_and_sizes_of_the_call(traced: list[str])
     assert "blocks" in traced[before:]
     half = lambda: flexjax.flex_attention(Q[:, :4], K[:, :4], V[:, :4], mask_mod=masks.document(ids[:, :4]))
     kept = np.asarray(half())
-    prepare._BLOCKS.clear()
+    block_masks._BLOCKS.clear()
     np.testing.assert_array_equal(kept, half())
     many = array(np.stack([ids, ids // 2]), jnp.int32)
     mapped = jax.vmap(lambda ids: attend(mask_mod=masks.document(ids)))(many)
@@ -150,12 +150,12 @@ def test_kept_blocks_belong_to_settings_and_sizes_of_the_call(traced: list[str])
 
 def test_large_arrays_and_keys_are_not_compared_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     small, key = array(np.arange(T), jnp.int32), jax.random.key(0)
-    assert prepare._numbers((small,)) == prepare._numbers((small + 0,))
-    assert prepare._numbers((small,)) != prepare._numbers((small, small))
-    assert prepare._numbers(()) is None
-    assert prepare._numbers((key,)) is None
-    monkeypatch.setattr(prepare, "MOST_BYTES", small.nbytes - 1)
-    assert prepare._numbers((small,)) is None
+    assert block_masks._numbers((small,)) == block_masks._numbers((small + 0,))
+    assert block_masks._numbers((small,)) != block_masks._numbers((small, small))
+    assert block_masks._numbers(()) is None
+    assert block_masks._numbers((key,)) is None
+    monkeypatch.setattr(block_masks, "MOST_BYTES", small.nbytes - 1)
+    assert block_masks._numbers((small,)) is None
 
 
 def test_new_arrays_of_ready_made_mods_are_read() -> None:
