@@ -1,6 +1,5 @@
 """Gradients of the arrays that score_mod captured. That of one element is the sum of g = p * (dP - delta) * d mod / d
-load over all positions of the attention matrix that read the element, where "mod" is score_mod and a "load" its read
-of a captured array.
+load over all positions of the attention matrix that read the element, "mod": score_mod, "load": its read of an array.
 
 The kernel (kernel.py) goes through lists of tiles (lists.py). For most kinds of loads, entries at the same offset of
 all tiles of a list read the same element or elements that are summed afterwards, so the kernel adds g tile by tile in
@@ -25,8 +24,7 @@ by element in shared memory, in float32, and XLA adds the sums (private_sums.py)
 
 The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block
 mask and with the captured array, never with queries times keys unless the array has that size. p are the probabilities,
-dP and delta as at the top of backward/common.py. The number of a load counts the loads of arrays with a gradient
-(`gradient_loads`).
+dP and delta as at the top of backward/common.py. The number of a load is that in `gradient_loads`.
 """
 
 import dataclasses
@@ -251,9 +249,7 @@ def _summed(
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
-    """The dtype of the sums of a tile load: that of the captured array where they are its whole gradient, else
-    float32.
-    """
+    """The dtype of the sums of a tile load: the array's where they are its whole gradient, else float32."""
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
     direct = alone and plan.origin is None and axis_aligned_dims(loads[load_number]) is not None

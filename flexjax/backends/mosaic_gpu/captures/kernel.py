@@ -48,8 +48,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 class Sink(enum.Enum):
     """What the kernel does with g.
 
-    SUMS        adds tile by tile in registers, and writes one tile of sums for each list, or one number for each query
-                of a tile
+    SUMS        adds tile by tile in registers, and writes one tile of sums, or a number a query, for each list
                 (`CaptureKernel.sums_over_keys`)
     MAGNITUDES  the same for |g|
     MATRIX      as SUMS, but each list's tile goes to its position in a [b, h, T, S] matrix
@@ -73,9 +72,7 @@ class ListVisit(typing.NamedTuple):
 
 
 class Cotangent(typing.NamedTuple):
-    """g of one part of a tile: `tile`, [ROWS, part_keys], each row times its number of `scale`, [ROWS]; None stands for
-    1.
-    """
+    """g of one part of a tile: `tile`, [ROWS, part_keys], each row times its number of `scale`, [ROWS]; None: 1."""
 
     tile: jax.Array
     scale: jax.Array | None
@@ -89,10 +86,8 @@ class CaptureInputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel.
 
     tokens, lists, captures   arrays over tokens, lists of tiles, captured arrays
-    order                     [lists] int32, the numbers of the lists, those with most visits first: CTA n takes
-                              order[n]
-    factor                    [1] for SCATTER: what multiplies g before g is rounded to an integer
-                              (`fixed_point.scale`)
+    order                     [lists] int32, the lists, those with most visits first: CTA n takes order[n]
+    factor                    [1] for SCATTER: multiplies g before it is rounded (`fixed_point.scale`)
     words                     [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
     """
 
@@ -231,8 +226,7 @@ class CaptureKernel:
 
         row0, column0   first query and first key of the part
 
-        Where tiles reach past the ends of the attention matrix, indices that depend on the query or the key are clamped
-        to the array.
+        Where tiles reach past the ends of the attention matrix, indices by q and kv are clamped to the array.
         """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
@@ -274,8 +268,7 @@ class CaptureKernel:
         captures: Captures[jax.Array],
         total: jax.Array | None = None,
     ) -> jax.Array:
-        """Runs the kernel: the sums over the lists, in the shape that `CaptureOutputs` gives; for SCATTER the array,
-        flat, in float32.
+        """Runs the kernel: the sums over the lists, as in `CaptureOutputs`; for SCATTER the array, flat, in float32.
 
         total   for SCATTER: a bound from above of the sum of all |g|
         """
@@ -317,9 +310,7 @@ class CaptureKernel:
     # ------------------------------------------------------------- sums of a computing warpgroup
 
     def zero_sums(self) -> tuple[jax.Array, ...]:
-        """[ROWS] if the sums are over keys, else [ROWS, part_keys] for each part; none where each tile is scattered at
-        once.
-        """
+        """[ROWS] if the sums are over keys, else [ROWS, part_keys] for each part; none where tiles are scattered."""
         if self.scatters_each_tile:
             return ()
         if self.sums_over_keys:
@@ -327,9 +318,7 @@ class CaptureKernel:
         return (registers.zero_tile((ROWS, self.part_keys)),) * self.parts
 
     def add(self, sums: tuple[jax.Array, ...], part: int, g: Cotangent) -> tuple[jax.Array, ...]:
-        """The sums after g of a part was added. In a sum over keys each thread adds the keys that it holds
-        (`ListCta.write`).
-        """
+        """The sums after g of a part was added. Over keys each thread adds its own (`ListCta.write`)."""
         tile = jnp.abs(g.tile) if self.sink is Sink.MAGNITUDES else g.tile
         if self.sums_over_keys:
             total = thread_tiles.partial_row_sums(tile, fuse=True)
@@ -429,9 +418,7 @@ class ListCta:
 
 
 class Carry(typing.NamedTuple):
-    """What a computing warpgroup carries from visit to visit; `statistics` are (lse2, delta) of this visit's queries,
-    [ROWS] float32 each.
-    """
+    """What a computing warpgroup carries from visit to visit; `statistics`: (lse2, delta), [ROWS] float32 each."""
 
     sums: tuple[jax.Array, ...]
     now: ListVisit

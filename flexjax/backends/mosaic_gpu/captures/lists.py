@@ -38,11 +38,9 @@ from flexjax.plan.known_lists import MOST_BLOCKS
 
 LISTS_WANTED = 8 * 132
 """The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
-an SM no CTA runs long after the others. Every GPU gets the same number, because the order of the sums depends on the
-number of lists.
+an SM no CTA runs long after the others. Every GPU gets the same number, because the order of sums depends on it.
 """
-LARGEST_NUMBER = 1 << 31
-"""Visits and tile codes are int32, so there may be fewer of them than this."""
+LARGEST_NUMBER = 1 << 31  # visits and tile codes are int32, so there may be fewer of them than this
 MOST_DIAGONALS = 1 << 16
 """The most diagonals of tiles of a whole problem for which there are lists: those of 4 million tokens and tiles of 128.
 """
@@ -51,8 +49,7 @@ AFTER_ALL_KEYS = np.int32(np.iinfo(np.int32).max)
 
 
 class TileLists(typing.NamedTuple, typing.Generic[Part]):
-    """List n is visits[begin[n] : begin[n] + count[n]], once for each of the batch entries and heads of
-    `ListShape.repeats`.
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `ListShape.repeats`.
 
     int32, arrays outside a kernel (of numpy if the block lists are known), Refs inside.
 
@@ -80,8 +77,7 @@ class ListShape:
     keys            lists for each (batch entry, head)
     repeats         (batch entries, heads) for each of which a list repeats its run
     period          of a diagonal, in tiles
-    whole           (rows, columns) of tiles of the whole problem, for diagonals under an origin of several runs; None
-                    otherwise
+    whole           (rows, columns) of tiles of the whole problem, for diagonals of several runs; else None
     """
 
     kind: str
@@ -101,9 +97,7 @@ class ListShape:
 
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the visits over all batch entries and query heads, for square tiles of `tile` tokens, which divide
-    the mask's blocks.
-    """
+    """Upper bound of the visits over all batch entries and query heads, for square tiles of `tile` tokens."""
     blocks = plan.blocks
     if blocks is None:
         tiles = cdiv(plan.q_len, tile) * cdiv(plan.kv_len, tile)
@@ -158,8 +152,7 @@ def shape_for(
 
 
 def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
-    """(rows, columns) of tiles of the whole problem, if each list can have the visits on one of its diagonals; None if
-    not.
+    """(rows, columns) of tiles of the whole problem, if each list can have the visits on a diagonal; else None.
 
     They can where the starts of all runs of the origin are multiples of the tile and the same for all batch entries,
     and MOST_DIAGONALS are enough, because more lists would mostly be empty.
@@ -231,8 +224,7 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
     """The visits of each head of the block mask: (row of tiles, column of tiles, 1 where the mask applies, whether the
     visit exists), each [batch, heads, visits] of the block mask, 1 and 1 without one.
 
-    Block lists are padded to one width, so some visits do not exist, nor do those of tiles wholly past the last query
-    or key.
+    Block lists are padded to one width, so some visits do not exist, nor do those of tiles past the ends.
     """
     blocks = plan.blocks
     if blocks is None or lists is None:
@@ -243,10 +235,7 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
     xp = module_of(*lists)
     per_q, per_kv = blocks.block_q // shape.tile, blocks.block_kv // shape.tile
     found = []
-    for num, index, masked in (
-        (lists.full_num, lists.full_index, 0),
-        (lists.partial_num, lists.partial_index, 1),
-    ):
+    for num, index, masked in ((lists.full_num, lists.full_index, 0), (lists.partial_num, lists.partial_index, 1)):
         if num is None or index is None:
             continue
         # [batch, heads, blocks of queries, entries of a list, tiles of queries in a block, tiles of keys in a block]

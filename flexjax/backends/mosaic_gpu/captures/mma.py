@@ -129,9 +129,7 @@ class _Cta:
     def load_cotangents(
         self, tile: ColumnMath, q_slot: Scalar, k_slot: Scalar, lse2: jax.Array, delta: jax.Array
     ) -> Cotangent:
-        """S = Q K^T and dP = dO V^T of one part of a tile, and from them g, [ROWS, part_keys] float32. The tiles must
-        have arrived (`wait`).
-        """
+        """S = Q K^T and dP = dO V^T of one part of a tile, and from them g, [ROWS, part_keys] float32. After `wait`."""
         kernel, scratch = self.kernel, self.scratch
         own = pl.ds(self.copies.group * ROWS, ROWS)
         s = product_transposed(scratch.query.at[q_slot, own], scratch.key.at[k_slot])
@@ -154,8 +152,7 @@ class _Cta:
         self.copies.wait(None if scratch.key_full is None else scratch.key_full.at[k_slot], 0)
 
     def fetch_next_keys(self, now: ListVisit, upcoming: ListVisit, more: Scalar, part: int, number: Scalar) -> None:
-        """Starts the copies of K and V of the next part, in this visit or in `upcoming`; nothing after the last part of
-        the last visit.
+        """Starts the copies of K and V of the next part, in this visit or in `upcoming`; none after the last.
 
         number   of part `part`, counted over all visits of the CTA
         """
@@ -165,9 +162,7 @@ class _Cta:
             when(more)(lambda: self.fetch_keys(upcoming, 0, number + 1))
 
     def fetch_queries(self, visit: ListVisit, number: Scalar) -> None:
-        """Starts the copies of Q and dO of a visit to their slots, which must be free; the caller ends the group
-        (`Copies.commit`).
-        """
+        """Starts the copies of Q and dO of a visit to their slots, which must be free; the caller commits."""
         kernel, tokens, scratch = self.kernel, self.list.inputs.tokens, self.scratch
         b, h, q0, _ = kernel.corner(visit)
         slot = slot_of(number, self.slots.queries)
@@ -176,9 +171,7 @@ class _Cta:
             self._copy(rows, target, scratch.query_full, slot, kernel.plan.q_len - q0)
 
     def fetch_keys(self, visit: ListVisit, part: int, number: Scalar) -> None:
-        """Starts the copies of K and V of one part of a visit, as `fetch_queries`; `number` counts parts over all
-        visits of the CTA.
-        """
+        """Starts the copies of K and V of one part of a visit, as `fetch_queries`; `number` counts all parts."""
         kernel, tokens, scratch = self.kernel, self.list.inputs.tokens, self.scratch
         b, h, _, kv0 = kernel.corner(visit)
         start, slot = kv0 + part * kernel.part_keys, slot_of(number, self.slots.keys)

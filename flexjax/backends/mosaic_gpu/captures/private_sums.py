@@ -112,8 +112,7 @@ def meet() -> None:
 
 @device_op
 def add_private(sums: Ref, index: jax.Array, value: jax.Array) -> None:
-    """Adds value to sums[index] in the copy of each thread; several elements may have one index. Indices are not
-    checked.
+    """Adds value to sums[index] in the copy of each thread; several elements may have one index. No checks.
 
     sums    [rows, copies] float32 in shared memory, of this warpgroup
     index   [rows of a part, keys of a part] int32 in the layout of the WGMMA accumulator

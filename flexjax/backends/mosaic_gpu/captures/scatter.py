@@ -6,8 +6,7 @@ Where no two sums share an element, they are scattered with unique indices. Othe
 each run of equal elements is summed. Sums for each (query, key) where several positions may read one element do not
 come here, because kernel.py adds those to the array itself.
 
-A *load* is score_mod's read of a captured array, with an index of one atom for each dimension; the axis delta stands
-for q - kv.
+A *load* is score_mod's read of a captured array, with an index atom for each dimension; axis delta: q - kv.
 """
 
 import jax
@@ -43,8 +42,7 @@ def distinct(plan: KernelPlan, load: ir.Load) -> bool:
     """Whether different (b, h, position) certainly read different elements; batch entries and heads count only if the
     index depends on them.
 
-    True where each axis that the index depends on indexes some dimension alone, with step 1 or -1; also for an index of
-    constants.
+    True where each axis that the index depends on indexes some dimension alone, with step 1 or -1; also for constants.
     """
     if "b" not in axes(load) and positions_differ_by_entry(plan, load):
         return False
@@ -68,21 +66,14 @@ POSITIONS = {ir.SCALAR: (2, 3), ir.ROW: (3,), ir.COLUMN: (2,), ir.TILE: ()}
 
 
 def add_at(
-    plan: KernelPlan,
-    operands: Operands,
-    derivative: ir.Program,
-    load: ir.Load,
-    sums: jax.Array,
-    total: jax.Array,
+    plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, sums: jax.Array, total: jax.Array
 ) -> jax.Array:
-    """`total`, float32 in the shape of the captured array, with the sums of one load added to the elements that the
-    load reads.
+    """`total`, float32 in the shape of the captured array, with the sums of one load added to what it reads.
 
     sums   [b, h, ...] from `gradients._load_sums`. Where these are a whole gradient (`gradients._sum_type`), the result
            has their dtype, and `total` is zeros
 
-    Indices are clipped to the array, or sums outside of it dropped. Raises NotImplementedError for an index that a
-    `Call` computes.
+    Indices are clipped to the array, or sums outside of it dropped. NotImplementedError: a `Call` computes the index.
     """
     if not load.index:
         return total + sums.sum()
@@ -101,8 +92,7 @@ def add_at(
 
 
 def sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values with the same `element`, in one fixed order; sorts equal parts of at most
-    SORTED_AT_ONCE.
+    """[size] sums of the values with the same `element`, in one fixed order; sorts parts of SORTED_AT_ONCE.
 
     element   [n] int32, which element each value belongs to, 0 to size - 1
     value     [n] float32
@@ -135,8 +125,7 @@ def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
 
 
 def indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
-    """The elements that a load reads: for each dimension of the captured array, indices that broadcast to the shape of
-    the sums.
+    """The elements that a load reads: for each dimension, indices that broadcast to the shape of the sums.
 
     rank   of the sums: 2, [b, h], for a load of class scalar; 4, [b, h, q, kv], for class tile; else 3, [b, h,
            position]
@@ -197,9 +186,7 @@ def diagonal_sums(tiles: jax.Array) -> jax.Array:
 
 
 def join_windows(windows: jax.Array) -> jax.Array:
-    """[..., d, 2n - 1] -> [..., n * (d + 1) - 1]: adds up d windows, each of which starts n numbers after the one
-    before.
-    """
+    """[..., d, 2n - 1] -> [..., n * (d + 1) - 1]: adds up d windows, each n numbers after the one before."""
     *head, count, width = windows.shape
     n = (width + 1) // 2
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 1) + [(0, 1)]).reshape(*head, count, 2, n)

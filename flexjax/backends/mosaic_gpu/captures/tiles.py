@@ -27,8 +27,7 @@ from flexjax.backends.mosaic_gpu.machine.shared_memory import (
 from flexjax.integers import cdiv
 from flexjax.plan.kernel_plan import KernelPlan
 
-ROWS = 64
-"""Queries of a computing warpgroup, and keys of a slot on Hopper."""
+ROWS = 64  # queries of a computing warpgroup, and keys of a slot on Hopper
 
 
 def _dims(plan: KernelPlan) -> tuple[int, int]:
@@ -38,9 +37,7 @@ def _dims(plan: KernelPlan) -> tuple[int, int]:
 
 
 def warpgroups_for(plan: KernelPlan) -> int:
-    """Computing warpgroups of 64 queries: two where 128 x 128 tiles fit shared memory and divide the mask's blocks,
-    else one.
-    """
+    """Computing warpgroups of 64 queries: two where 128 x 128 tiles fit and divide the mask's blocks, else one."""
     dims = sum(_dims(plan)) * parts_of(plan)
     blocks = plan.blocks
     divide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
@@ -48,9 +45,7 @@ def warpgroups_for(plan: KernelPlan) -> int:
 
 
 def fits_one_slot(plan: KernelPlan) -> bool:
-    """Whether the kernel for Hopper fits shared memory with the smallest rings; `plan` has extra features joined to the
-    head dim.
-    """
+    """Whether the kernel for Hopper fits shared memory with the smallest rings; `plan` has no extra features."""
     groups, dims = warpgroups_for(plan), _dims(plan)
     rings = RingDepths(1, groups, False)
     return fits(capture_scratch(groups, rings, dims, part_dtype(plan), None, parts_of(plan), ctas_of(plan)))
@@ -147,9 +142,7 @@ def ring_depths(
     ctas: int = 1,
     private: PlainArray | None = None,
 ) -> RingDepths:
-    """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
-    smallest.
-    """
+    """The deepest rings that fit shared memory; staging an array comes before deeper rings. Else the smallest."""
     depths = [(2, 2 * groups), (2, groups), (1, groups)]
     if private is not None:  # it has long between the products of one part and those of the next
         depths.append((1, 1))
@@ -170,8 +163,7 @@ def private_sums(plan: KernelPlan, elements: int) -> PlainArray | None:
     return most_copies(plan, elements, lambda made: fits(scratch(made)))
 
 
-COPIES = (128, 64, 32, 16)
-"""Copies of the private sums that a warpgroup may have, the most first."""
+COPIES = (128, 64, 32, 16)  # copies of the private sums that a warpgroup may have, the most first
 
 
 def most_copies(plan: KernelPlan, elements: int, has_room: Callable[[PlainArray], bool]) -> PlainArray | None:
@@ -200,8 +192,7 @@ class MmaScratch(typing.NamedTuple, typing.Generic[Part]):
     query, d_out           [query slots, queries of a tile, D or E]
     key, value             [key slots, keys of a part, D or E]
     query_full, key_full   [slots] both tiles of a slot have arrived; None with cp.async
-    meeting                the barrier that stands for the CTA's in the simulator; None on the device and for one
-                           warpgroup
+    meeting                the simulator's barrier of the CTA; None on the device and for one warpgroup
     private                as in CaptureScratch
     """
 
