@@ -1,14 +1,14 @@
 """Compares bits of `KernelOptions(invariant=True)` on a GPU, and times it: `PYTHONPATH=. python3 tools/device/check_invariant.py`.
 
 Not collected by pytest. First a line for each call with what the option costs: the time of a pass, and that of the same call
-without. Then a line for each way to compute the tokens of a problem (tests/door/same_bits.py) with how many numbers of out and
-lse have other bits than in one full pass, which must be 0. Programs are compiled side by side. The exit status is 1 where bits
+without. Then a line for each way to compute the tokens of problems (tests/door/same_bits.py): of how many problems, and how many
+numbers of out and lse have other bits than in one full pass, which must be 0. Programs are compiled side by side. The exit status is 1 where bits
 differ or a way raises.
 
-    --seconds N    begin no way after so many seconds (50)
+    --seconds N    begin no way after so many seconds (35); those that run then end first
     --only TEXT    only ways whose names have this text
     --from N       the ways from number N on, those that the time did not suffice for
-    --costs N      so many lines of costs (8)
+    --costs N      so many lines of costs (6)
     --interpret    ways in the simulator on a CPU, small, no costs
 """
 
@@ -109,10 +109,10 @@ def line_of(cost: Cost, calls: tuple[typing.Any, typing.Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--seconds", type=float, default=35)
     parser.add_argument("--only", default="")
     parser.add_argument("--from", type=int, default=0, dest="first")
-    parser.add_argument("--costs", type=int, default=8)
+    parser.add_argument("--costs", type=int, default=6)
     parser.add_argument("--interpret", action="store_true")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -132,8 +132,9 @@ def main() -> int:
     rows.sort(key=lambda row: (list(WAYS).index(row[1]) + list(problems).index(row[0])) % 7)
     rows = [(n, *row) for n, row in enumerate(rows) if args.only in row[1] and n >= args.first]
     print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
-    failed, checked, late = 0, 0, 0
-    with concurrent.futures.ThreadPoolExecutor(1 if args.interpret else 12) as pool:
+    failed, late = 0, 0
+    table: dict[str, list[int]] = {}
+    with concurrent.futures.ThreadPoolExecutor(1 if args.interpret else 8) as pool:
         costs = [] if args.interpret else COSTS[: args.costs]
         timed = [tuple(pool.submit(program, cost, invariant) for invariant in (True, False)) for cost in costs]
         for cost, (fixed, plain) in zip(costs, timed, strict=True):
@@ -162,10 +163,14 @@ def main() -> int:
             if count is None:
                 late += 1
                 continue
-            failed, checked = failed + (count > 0), checked + 1
+            failed += count > 0
+            table.setdefault(way, []).append(count)
             if count:
                 print(f"{number:3} {name}, {way}: {count} numbers differ", flush=True)
-    print(f"{checked} ways compared, {failed} failed, {late} left by the time, {time.perf_counter() - began:.0f} s")
+    for way in (way for way in WAYS if way in table):
+        print(f"{way:34} {len(table[way])} problems, {sum(table[way])} numbers differ")
+    checked = sum(map(len, table.values()))
+    print(f"{checked} compared, {failed} failed, {late} left by the time, {time.perf_counter() - began:.0f} s")
     return int(failed > 0)
 
 
