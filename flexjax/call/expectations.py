@@ -74,6 +74,11 @@ def with_functions(
     return several if score_mod is None else functools.wraps(score_mod)(several)
 
 
+@jax.jit  # one dispatch in an eager call, whose backward pass transfers nothing
+def _columns(sums: Array) -> list[Array]:
+    return [sums[..., i] for i in range(sums.shape[-1])]
+
+
 def named(return_aux: AuxRequest, sums: Array) -> dict[str, Array]:
     """`sums` [.., n] as an array for each name."""
-    return {name: sums[..., i] for i, name in enumerate(functions_of(return_aux))}
+    return dict(zip(functions_of(return_aux), _columns(sums), strict=True))

@@ -264,3 +264,12 @@ def test_float8_and_rules_that_are_not_linear() -> None:
     call(q)
     with pytest.raises(ModError, match=r"so a call with expectations has no gradient\. Use a linear rule"):
         jax.grad(lambda q: jnp.sum(call(q)[0]))(q)
+
+
+def test_an_eager_backward_pass_transfers_nothing() -> None:
+    q = jnp.ones((1, 4, 1, 8))
+    asked = AuxRequest(expectations={"score": lambda s, b, h, i, j: s, "place": lambda s, b, h, i, j: j})
+    ones = jax.jit(lambda tree: jax.tree.map(jnp.ones_like, tree))
+    with jax.transfer_guard("disallow"):
+        found, pull = jax.vjp(lambda q: flexjax.flex_attention(q, q, q, return_aux=asked)[1].expectations, q)
+        assert pull(ones(found))[0].shape == q.shape
