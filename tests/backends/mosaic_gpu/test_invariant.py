@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
+
 import flexjax
 from flexjax import KernelOptions, Origin, masks
 from flexjax.backends.mosaic_gpu.families import kernel_plans
