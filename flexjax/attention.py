@@ -184,10 +184,7 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
     out, statistic = results.out, results.lse
     if isinstance(weights, Weights) and weights.divisor is not None:
         zero = _divisor(weights, jax.lax.stop_gradient(statistic)) == 0
-        # the slope of a divisor such as a root is infinite there, and 0 times it no gradient
-        divisor = _divisor(weights, jnp.where(zero, jax.lax.stop_gradient(statistic), statistic))
-        safe = jnp.where(zero, jnp.ones_like(divisor), divisor)[..., None]
-        out = jnp.where(zero[..., None], 0, out.astype(statistic.dtype) / safe).astype(out.dtype)
+        out = _divided(out, zero, _divisor(weights, _without_slope(zero, statistic)), statistic.dtype)
     if return_aux is None:
         return out
     return out, AuxOutput(
@@ -197,6 +194,19 @@ def with_aux(results: Results, arguments: Returning, lost: Array | None = None) 
         None if results.expectations is None else expectations.named(return_aux, results.expectations),
         None if lost is None or not return_aux.lost else jax.lax.stop_gradient(lost),
     )
+
+
+# programs, because the eager backward passes of their operations would transfer zeros
+@jax.jit
+def _without_slope(zero: Array, totals: Array) -> Array:
+    """The totals, constant where the divisor is 0: a root has an infinite slope there, and 0 times it none."""
+    return jnp.where(zero, jax.lax.stop_gradient(totals), totals)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _divided(out: Array, zero: Array, divisor: Array, dtype: jax.typing.DTypeLike) -> Array:
+    safe = jnp.where(zero, jnp.ones_like(divisor), divisor)[..., None]
+    return jnp.where(zero[..., None], 0, out.astype(dtype) / safe).astype(out.dtype)
 
 
 def _divisor(weights: Weights, totals: Array) -> Array:

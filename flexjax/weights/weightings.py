@@ -23,9 +23,14 @@ def total_itself(total: Array) -> Array:
     return total
 
 
+@jax.jit  # whose eager backward pass transfers nothing; it cannot be pickled
+def _at_least_one(total: Array) -> Array:
+    return jnp.maximum(jnp.abs(total), 1)
+
+
 def at_least_one(total: Array) -> Array:
     """max(abs(total), 1)"""
-    return jnp.maximum(jnp.abs(total), 1)
+    return _at_least_one(total)
 
 
 @named("linear")

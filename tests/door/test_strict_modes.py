@@ -27,6 +27,7 @@ IDS = array(np.sort(rng.integers(0, 3, (B, T)), 1), jnp.int32)
 LENGTHS = array([5, 20], jnp.int32)
 KEY, RAW_KEY = jax.random.key(0), jax.random.PRNGKey(0)
 GAIN, HALF = array(rng.standard_normal(N), jnp.float32), array(0.5, jnp.float32)
+RATES = array(np.linspace(0.8, 0.99, N), jnp.float32)
 PAIR = array(rng.standard_normal((N, T, T)), jnp.float32)
 EXTRA = array(rng.standard_normal((B, T, 1, 4)), jnp.bfloat16), array(rng.standard_normal((B, T, 1, 4)), jnp.bfloat16)
 BIAS, KEEP = array(rng.standard_normal((B, N, T, T)), jnp.bfloat16), array(rng.random((B, 1, T, T)) < 0.8, bool)
@@ -65,6 +66,10 @@ OF_MODS = tuple(jax.ShapeDtypeStruct((_b, length, _n, D), jnp.float32) for lengt
 def learned(gain: jax.Array, pair: jax.Array, scale: jax.Array) -> jax.Array:
     mod = lambda s, b, h, i, j: s * gain[h] + pair[h, i, j]
     return flexjax.flex_attention(X, X, X, score_mod=mod, scale=scale, mask_mod=masks.causal)
+
+
+def divided(rates: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(X, X, X, weights=flexjax.weights.retention(rates), mask_mod=masks.causal)
 
 
 def second_order() -> typing.Any:
@@ -170,7 +175,7 @@ ENTRIES: dict[str, Callable[[], typing.Any]] = {
     "reference, lengths": attend(mask_mod=masks.causal, origin=Origin(query="end"), key_value_seq_lengths=LENGTHS, implementation="reference"),
     "learned": lambda: gradients(learned, GAIN, PAIR, HALF),
     "learned, in jit": lambda: jax.jit(functools.partial(gradients, learned))(GAIN, PAIR, HALF),
-    "second order": second_order, "mapped": lambda: jax.vmap(lambda x: flexjax.flex_attention(x[None], x[None], x[None], mask_mod=masks.causal))(X),
+    "weights with a divisor": lambda: gradients(divided, RATES), "second order": second_order, "mapped": lambda: jax.vmap(lambda x: flexjax.flex_attention(x[None], x[None], x[None], mask_mod=masks.causal))(X),
     "weights": lambda: flexjax.attention_weights(X, X, mask_mod=masks.causal, score_mod=BIASED),
     "merged": merged, "pages": pages, "quantised pages": functools.partial(pages, True), "blocks": blocks,
     "jax.nn": lambda: jax_nn(bias=BIAS.astype(jnp.float32), mask=KEEP, is_causal=True),
@@ -201,6 +206,7 @@ QUICK = {  # of each mode the entries of the default run; the others are slow
         "origin at the end",
         "dropout",
         "reference",
+        "weights with a divisor",
         "second order",
         "pages",
         "merged",
