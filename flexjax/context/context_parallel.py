@@ -251,8 +251,8 @@ def decide(
     if context.method == "neighbours" and not known and layout.rounds is None:
         raise bad_argument(
             "context.method", "'neighbours'", "'ring', 'all_gather', 'all_to_all' or 'auto'",
-            "The mask captures traced arrays, so which blocks travel is unknown while the call is traced. Only a "
-            "layout that context_layout made outside of jit, from the values of these arrays, knows.",
+            "Arrays of the mask or lengths are traced, so which blocks travel is unknown while the call is traced. "
+            "Only a layout that context_layout made outside of jit, from the values of these arrays, knows.",
         )  # fmt: skip
     # a mask that is not known has the rounds of the layout, which were made for known values
     rounds = layout.rounds

@@ -443,7 +443,7 @@ def test_what_a_call_cannot_have() -> None:
         with pytest.raises(ValueError, match="unknown") as error:
             jax.jit(lambda ids: call(ContextParallel("sp", None, "neighbours"), ids))(ids)
         assert str(error.value) == (
-            "`context.method` is 'neighbours'; expected 'ring', 'all_gather', 'all_to_all' or 'auto'. The mask captures traced arrays, so "
+            "`context.method` is 'neighbours'; expected 'ring', 'all_gather', 'all_to_all' or 'auto'. Arrays of the mask or lengths are traced, so "
             "which blocks travel is unknown while the call is traced. Only a layout that context_layout made outside of jit, from the "
             "values of these arrays, knows."
         )
