@@ -2,7 +2,7 @@
 
     python -m tests.backends.mosaic_gpu.on_ptx_machine [--ORDER,ARRIVAL] NAME ...     a line for each; all problems by default
 
-NAME is a problem of tests/cases/hopper_forward.py, or "decode " and one of test_decode.py or of PAGES, which run the decode kernel. To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
+NAME is a problem of tests/cases/hopper_forward.py, one of WEIGHTS, or "decode " and one of test_decode.py or of PAGES, which run the decode kernel. To be used in a process of its own, because compilers may end it and it compiles for one card only. `execute` stands in for
 `kernel_parts.launch`.
 """
 
@@ -103,6 +103,8 @@ def outcome(name: str, how: Execution) -> str:
     """Runs a problem; a line that begins with ok or FAIL."""
     if name.startswith(DECODE):
         return decode_outcome(name.removeprefix(DECODE), how)
+    if name in WEIGHTS:
+        return weights_outcome(name, how)
 
     from flexjax.backends.mosaic_gpu.forward import launch as forward_launch
     from flexjax.backends.mosaic_gpu.forward import mma as forward_mma
@@ -121,6 +123,37 @@ def outcome(name: str, how: Execution) -> str:
             assert_results_close(made, forward_mma.forward(plan, made.operands, tile))
     except AssertionError as error:
         return f"FAIL {name}: {str(error)[:600]}"
+    return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
+
+
+WEIGHTS = {"sigmoid(s - 9)": -9.0, "sigmoid(s + 3)": 3.0, "silu": None}
+"""Of which warps vote (thread_tiles.logistic_tile): addends of a sigmoid. Every seventh query is long, so that both outcomes occur."""
+
+
+def weights_outcome(name: str, how: Execution) -> str:
+    """Runs a forward pass with logistic weights; a line that begins with ok or FAIL."""
+    import flexjax
+    from flexjax.backends.mosaic_gpu.forward import launch as forward_launch
+    from flexjax.backends.mosaic_gpu.forward import mma as forward_mma
+    from flexjax.backends.mosaic_gpu.forward import mma_tiles as forward_mma_tiles
+    from flexjax.backends.mosaic_gpu.machine.mma_cards import CARDS
+    from flexjax.call.arguments import Arguments
+    from flexjax.call.prepare import prepare
+
+    start, rng, bias = time.time(), np.random.default_rng(0), WEIGHTS[name]
+    q, k, v = rng.standard_normal((3, 1, 128, 1, 64)).astype(np.float32)
+    q[:, ::7] *= 40
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    weights = flexjax.weights.silu(128) if bias is None else flexjax.weights.sigmoid(bias)
+    call = prepare(Arguments(*arrays, weights=weights))
+    device = targets.of_device(compile_card.topology(CARD).devices[0], "cuda")
+    tile = forward_mma_tiles.forward_tile(call.plan, CARDS[compile_card.CARDS[CARD].capability])
+    with execute(forward_launch, how=how), targets.as_seen_by_pallas(device):
+        found = forward_mma.forward(call.plan, call.operands, tile).out.astype(jnp.float32)
+    want = flexjax.flex_attention(*(x.astype(jnp.float32) for x in arrays), weights=weights, implementation="reference")
+    error = float((jnp.linalg.norm(found - want, axis=-1) / jnp.linalg.norm(want, axis=-1)).max())
+    if not error < 5e-3:
+        return f"FAIL {name}: a row is off by {error:.2g} of its norm"
     return f"ok {name} {tile.block_q} x {tile.block_kv} {time.time() - start:.1f} s"
 
 
@@ -188,4 +221,4 @@ if __name__ == "__main__":
     from tests.backends.mosaic_gpu.test_mma_forward import TAKEN
 
     DECODES = [DECODE + name for name in (*test_decode.SIMULATED, *test_decode.SLOW, *PAGES)]
-    sys.exit(main(sys.argv[1:], outcome, [*TAKEN, *DECODES]))
+    sys.exit(main(sys.argv[1:], outcome, [*TAKEN, *WEIGHTS, *DECODES]))

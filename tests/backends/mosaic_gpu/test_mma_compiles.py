@@ -163,6 +163,14 @@ def test_machine_code_sums_in_shared_memory(how: str) -> None:
     run_on_ptx_machine("on_ptx_machine_backward", f"--{how}", "gather", "2-D table, odd, with dropout")
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_compilers
+def test_machine_code_computes_logistic_weights() -> None:
+    """A simulated thread has no warp to vote in."""
+    run_on_ptx_machine("on_ptx_machine", "sigmoid(s - 9)", "sigmoid(s + 3)", "silu")
+
+
 def run_on_ptx_machine(module: str, *arguments: str) -> None:
     """Runs a module of this folder in a process of its own, and asserts that all problems among its arguments are right."""
     run = subprocess.run(

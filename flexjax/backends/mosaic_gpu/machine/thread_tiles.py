@@ -372,8 +372,10 @@ def logistic_tile(exponents: jax.Array, small: bool) -> jax.Array:
         branch = scf.IfOp(beyond, [f32 for _ in powers], has_else=True)
         plus_one = lambda x: arith.addf(x, mgpu.c(1.0, f32))
         with ir.InsertionPoint(branch.then_block):
-            inverse = [_reciprocal(z) for z in powers] if small else powers
-            scf.yield_([_reciprocal(plus_one(z)) for z in inverse])
+            most = mgpu.c(MOST_POWER, f32)  # beside which 1 is nothing
+            finite = [arith.minimumf(z, most) if small else z for z in powers]
+            inverse = [_reciprocal(plus_one(z)) for z in finite]
+            scf.yield_([arith.mulf(z, r) for z, r in zip(finite, inverse, strict=True)] if small else inverse)
         assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):
             if small:
