@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 import sys
 import typing
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,13 @@ written before it and read once a step."""
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
+    for name in names:
+        compile_case(name, **cases()[name])
+
+
+def compile_case(name: str, **case: typing.Any) -> None:
+    """Compiles one case, and leaves what it chose in place of the modules to no other."""
+    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice as choice
     from flexjax.backends.mosaic_gpu.backward.hopper_fused_tiles import fused_tiles
     from flexjax.backends.mosaic_gpu.families import hopper_backward
     from flexjax.backends.mosaic_gpu.machine import dq_order
@@ -162,37 +169,32 @@ def compile_cases(names: list[str]) -> None:
     from flexjax.types import KernelOptions
     from tests.cases.on_hopper import backward_problem, with_extra
 
-    for name in names:
-        case = cases()[name]
-        if "weights" in case:
+    weighted = "weights" in case
+    # small problems are upward, too
+    shares, upward = case.pop("shares", 1), 100.0 if case.pop("upward", True) else 0.0
+    fused, options = case.pop("fused", weighted), KernelOptions(deterministic=case.pop("deterministic", True))
+    choices = {"fused_is_faster": lambda plan: fused}
+    if not weighted:
+        choices |= {"adds_in_order": lambda plan, tiles: plan.options.deterministic, "shares_of": lambda plan: shares}
+    with mock.patch.multiple(choice, **choices):
+        if weighted:
             print(f"case {name}", file=sys.stderr, flush=True)
             compile_weights(**case)
-            continue
-        shares = case.pop("shares", 1)
-        dq_order.MOST_UPWARD_DELAY = 100.0 if case.pop("upward", True) else 0.0  # small problems are upward, too
-        fused, options = (
-            case.pop("fused", False),
-            KernelOptions(deterministic=case.pop("deterministic", True)),
-        )
-        made = backward_problem(**case)
-        plan = dataclasses.replace(made.plan, options=options)
-        hopper_fused_choice.fused_is_faster = lambda plan, fused=fused: fused
-        hopper_fused_choice.adds_in_order = lambda plan, tiles: plan.options.deterministic
-        hopper_fused_choice.shares_of = lambda plan, shares=shares: shares
-        tiles = fused_tiles(plan) if fused else None
+            return
+        with mock.patch.object(dq_order, "MOST_UPWARD_DELAY", upward):
+            made = backward_problem(**case)
+            plan = dataclasses.replace(made.plan, options=options)
+            tiles = fused_tiles(plan) if fused else None
 
-        def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
-            return with_extra(hopper_backward.backward, plan, BackwardInputs(*arrays, *made.given[4:]))
+            def run(*arrays: typing.Any) -> typing.Any:
+                return with_extra(hopper_backward.backward, plan, BackwardInputs(*arrays, *made.given[4:]))
 
-        print(f"case {name}{f', {tiles.queries} queries' if tiles else ''}", file=sys.stderr, flush=True)
-        compile_hopper.compile_for_hopper(run, *made.given[:4])
+            print(f"case {name}{f', {tiles.queries} queries' if tiles else ''}", file=sys.stderr, flush=True)
+            compile_hopper.compile_for_hopper(run, *made.given[:4])
 
 
 def compile_weights(weights: typing.Any, mask: typing.Any = None) -> None:
     """The gradients of a weighted call, by the kernel for all of them: their program wants weights beside their derivatives."""
-    from flexjax.backends.mosaic_gpu.backward import hopper_fused_choice
-
-    hopper_fused_choice.fused_is_faster = lambda plan: True
 
     def total(*arrays: jax.Array) -> jax.Array:
         out = flexjax.flex_attention(*arrays, weights=weights, mask_mod=mask, implementation="mosaic_gpu")
