@@ -227,14 +227,13 @@ def _nested(name: str, parts: list[str]) -> str:
 
 # ------------------------------------------------------------------- functions and methods
 
-SAME = "{0}"
 METHODS = {
-    **dict.fromkeys(("item", "tolist", "numpy", "cpu", "cuda", "contiguous"), SAME),
+    **dict.fromkeys(("item", "tolist", "numpy", "cpu", "cuda", "contiguous"), "{0}"),
     **dict.fromkeys(("float", "double"), "jnp.float32({0})"),
     "half": "jnp.float16({0})",
     "bfloat16": "jnp.bfloat16({0})",
     **dict.fromkeys(("int", "long"), "jnp.int32({0})"),
-    "bool": "{0} != 0",
+    "bool": "jnp.bool({0})",
     "clamp": "jnp.clip({0}, {1})",
     "detach": "jax.lax.stop_gradient({0})",
     "pow": "jnp.power({0}, {1})",
@@ -248,7 +247,7 @@ BUILTINS: dict[object, str] = {
     float: "jnp.float32({1})",
     int: "jnp.int32({1})",
     complex: "jnp.complex64({1})",
-    bool: "{1} != 0",
+    bool: "jnp.bool({1})",
 }
 PAIRS: dict[object, str] = {max: "max", min: "min"}
 SEQUENCES: dict[object, str] = {any: "any", all: "all", sorted: "sort", max: "max", min: "min"}
@@ -271,17 +270,18 @@ def _method(node: ast.Attribute, call: ast.Call | None) -> str:
 
 
 def _instead_of_method(node: ast.Attribute, call: ast.Call) -> str | None:
-    self, arguments = ast.unparse(node.value), [ast.unparse(a) for a in (*call.args, *call.keywords)]
+    self, alone = ast.unparse(node.value), ast.unparse(node).removesuffix(f".{node.attr}")
+    arguments = [ast.unparse(a) for a in (*call.args, *call.keywords)]
     if node.attr == "masked_fill" and len(arguments) == 2:
         return f"jnp.where({arguments[0]}, {arguments[1]}, {self})"
     if node.attr == "to" and call.args and isinstance(call.args[0], ast.Constant):
-        return self  # a device: a call runs where its arrays are
+        return alone  # a device: a call runs where its arrays are. `alone` has parentheses where `self` needs them
     if node.attr in ("to", "type"):
         name = arguments[0].rpartition(".")[2] if arguments else ""
         dtype = f"jnp.{name}" if isinstance(getattr(jnp, name or "-", None), type(jnp.float32)) else "dtype"
-        return f"{self}.astype({dtype})"
+        return f"{alone}.astype({dtype})"
     form = METHODS.get(node.attr) or (f"jnp.{node.attr}({{0}}, {{1}})" if hasattr(jnp, node.attr) else None)
-    return None if form is None else _filled(form, self, arguments)
+    return None if form is None else _filled(form, alone if form == "{0}" else self, arguments)
 
 
 def _filled(form: str, self: str, arguments: list[str]) -> str:

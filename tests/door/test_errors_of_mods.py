@@ -20,6 +20,8 @@ import pytest
 import flexjax
 from flexjax import masks, mods, paged
 from flexjax.errors import ModError, notebook_lines
+from flexjax.trace.statement import METHODS
+from tests.marks import some_slow
 
 Array = jax.Array
 Q = np.ones((1, 4, 1, 8), np.float32)
@@ -54,7 +56,7 @@ def an_int(s, b, h, q, k):
 
 
 def a_bool(s, b, h, q, k):
-    return s * bool(q)
+    return s * bool(q >= k)
 
 
 def a_function_of_math(s, b, h, q, k):
@@ -86,7 +88,7 @@ def to_float(s, b, h, q, k):
 
 
 def to_a_dtype(s, b, h, q, k):
-    return s + q.to(jnp.float32)
+    return s + (q - k).to(jnp.float32)
 
 
 def to_a_device(s, b, h, q, k):
@@ -102,7 +104,7 @@ def distance(s, b, h, q, k):
 
 
 def an_item(s, b, h, q, k):
-    return s + q.item()
+    return s + (q - k).item()
 
 
 def both(s, b, h, q, k):
@@ -194,7 +196,7 @@ WRITTEN = "a mod returns one number and changes nothing: compute the array befor
 WRITE = {
     a_float: f"calls float() on {AT_RUN_TIME}; write `jnp.float32(q)`.",
     an_int: f"calls int() on {AT_RUN_TIME}; write `jnp.int32(s)`.",
-    a_bool: f"calls bool() on {AT_RUN_TIME}; write `q != 0`.",
+    a_bool: f"calls bool() on {AT_RUN_TIME}; write `jnp.bool(q >= k)`.",
     a_function_of_math: f"calls math.exp() on {AT_RUN_TIME}; write `jnp.exp(s)`.",
     a_function_of_numpy: f"calls np.maximum() on {AT_RUN_TIME}; write `jnp.maximum(q, k)`.",
     largest: f"calls max() on {AT_RUN_TIME}; write `jnp.maximum(q, jnp.maximum(k, 3))`.",
@@ -202,11 +204,11 @@ WRITE = {
     in_an_array: f"uses `in` on {AT_RUN_TIME}; write `jnp.any(jnp.asarray(TABLE) == q)`.",
     not_in_a_set: f"uses `in` on {AT_RUN_TIME}; write `jnp.all(jnp.asarray([1, 2]) != q)`.",
     to_float: "uses .float of a scalar, which JAX scalars do not have; write `jnp.float32(q - k)`.",
-    to_a_dtype: "uses .to of a scalar, which JAX scalars do not have; write `q.astype(jnp.float32)`.",
+    to_a_dtype: "uses .to of a scalar, which JAX scalars do not have; write `(q - k).astype(jnp.float32)`.",
     to_a_device: "uses .to of a scalar, which JAX scalars do not have; write `s`.",
     filled: "uses .masked_fill of a scalar, which JAX scalars do not have; write `jnp.where(q < k, -math.inf, s)`.",
     distance: f"calls np.abs() on {AT_RUN_TIME}; write `jnp.abs(q)`.",
-    an_item: f"calls .item() on {AT_RUN_TIME}; write `q`.",
+    an_item: f"calls .item() on {AT_RUN_TIME}; write `(q - k)`.",
     both: f"uses `and` on {AT_RUN_TIME}; write `(q >= k) & (k > 1)`.",
     either_number: f"uses `or` on {AT_RUN_TIME}; write `jnp.logical_or(q % 2, k)`.",
     opposite: f"uses `not` on {AT_RUN_TIME}; write `~(q >= k)`.",
@@ -222,6 +224,32 @@ WRITE = {
     of_an_object: f"indexes a numpy array or a list by {AT_RUN_TIME}; write `jnp.asarray(Held.table)[jnp.abs(h), jnp.abs(q)]`.",
     row_of_an_object: f"indexes a numpy array or a list by {AT_RUN_TIME}; write `jnp.asarray(Held.rows)[jnp.abs(q)]`.",
 }
+
+
+CALLS = [f"{{}}.{name}({dict(clamp='-1, 1', pow='2').get(name, '')})" for name in METHODS]
+CALLS += [
+    "{}.to(jnp.float32)",
+    "{}.type(jnp.float32)",
+    "{}.to('cuda')",
+    "{}.masked_fill(k > 1, 0)",
+    "{}.abs()",
+    "bool({})",
+]
+
+
+@pytest.mark.parametrize("call", some_slow(CALLS, ("{}.item()", "{}.to(jnp.float32)", "bool({})")))
+def test_what_to_write_of_a_difference(call: str, tmp_path: pathlib.Path) -> None:
+    """Where the call stands, it is the number that it is of a name: operators bind as they did."""
+
+    def number(of: str) -> Array:
+        file = tmp_path / f"{len(of)}.py"
+        file.write_text(f"def mod(s, b, h, q, k):\n    x = q - k\n    return s * {call.format(of)}")
+        exec(compile(file.read_text(), str(file), "exec"), scope := {**globals()})
+        (todo,) = re.findall("write `(.*)`", str(raised(score_mod=scope["mod"])))
+        q, k = np.float32(1.25), np.float32(3.5)
+        return eval(f"7 * {todo}", {**globals(), "q": q, "k": k, "x": q - k})
+
+    assert number("(q - k)") == number("x")
 
 
 def place(mod: Callable, offset: int = 1) -> str:
