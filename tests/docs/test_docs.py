@@ -67,6 +67,19 @@ def test_the_page_of_versions_names_the_bounds() -> None:
     assert f"GPU kernels need jax {'.'.join(map(str, OLDEST_JAX[:2]))} or later" in page
 
 
+def test_the_site_has_the_addresses_of_where_it_is_published() -> None:
+    """mkdocs.yml reads what the workflow sets, and the link to the repository is no component that asks GitHub for stars."""
+    read = dict(re.findall(r'^(\w+_url): !ENV \[(\w+), ""\]$', (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE))
+    workflow = (DOCS.parent / ".github/workflows/pages.yml").read_text()
+    written = dict(re.findall(r"^ +([A-Z]+_URL): (.*)$", workflow, re.MULTILINE))
+    assert read == {"site_url": "SITE_URL", "repo_url": "REPO_URL"}
+    assert written == {
+        "REPO_URL": "${{ github.server_url }}/${{ github.repository }}",
+        "SITE_URL": "${{ steps.pages.outputs.base_url }}",
+    }
+    assert "data-md-component" not in (DOCS.parent / "tools/site/partials/source.html").read_text()
+
+
 def test_the_search_splits_names() -> None:
     (separator,) = re.findall(r"^ +separator: '(.*)'$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
     for text, words in {
