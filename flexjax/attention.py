@@ -105,7 +105,10 @@ def flex_attention(
                  and key are: out moves by at most 2 * tolerance * max|value| / (1 - dropout rate), lse by at most
                  -log1p(-tolerance). Gradients are those of the attention over the blocks that stay: against the whole
                  they are off absolutely, not relatively, and an element of a captured array that every row leaves out
-                 gets 0. What score_mod sets to -inf is skipped at 0 too. None: nothing is skipped (docs/tolerance.md)
+                 gets 0. What score_mod sets to -inf is skipped at 0 too. None: nothing is skipped (docs/tolerance.md).
+                 Beside `weights` it is absolute: the sizes of the weights that a row loses sum to at most `tolerance`,
+                 so the sum of weights * value moves by at most tolerance * max|value| / (1 - dropout rate), and total
+                 by `tolerance`, before a divisor; gradients of what is lost have no bound
     score_bound  beside `tolerance`, a bound of |scale * query . key|, extra features included: a number, or an array of
                  up to four dims [B, N, query blocks, key blocks], each of them or 1. A wrong one gives a wrong result;
                  implementation="reference" checks it

@@ -99,8 +99,8 @@ class AuxRequest:
                  the sum over keys of p * f, or of the weight * f with `weights`; as lse. Dropout does not count, a sink
                  counts in p, and a row without visible keys gives 0. Where the score is -inf, f does not count. The GPU
                  kernels take at most four (docs/expectations.md)
-    lost         of a call with `tolerance`: a proven bound of the probabilities that were left out of a row, float32 in
-                 the shape of lse, without a gradient; it costs nothing
+    lost         of a call with `tolerance`: a proven bound of the probabilities that were left out of a row, of the sum
+                 of |weight| with `weights`, float32 in the shape of lse, without a gradient; it costs nothing
 
     Example, the entropy of each row:
 

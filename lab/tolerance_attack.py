@@ -1,6 +1,7 @@
 """Attacks on the proof of `tolerance=`: random programs, masks, heads, sinks, keys and tolerances against float64.
 
-python -m lab.tolerance_attack [CASES] [SEED] [MINUTES]     default 10000 0 60; exit status 1 if a row lost more than it may
+python -m lab.tolerance_attack [CASES] [SEED] [MINUTES] [WEIGHTED]     default 10000 0 60 0; with 1 of weights in place
+of a softmax; exit status 1 if a row lost more than it may
 """
 
 import collections
@@ -13,7 +14,7 @@ DRAWS = 50
 """Cases of a scene, which is compiled once."""
 
 
-def main(cases: int, seed: int, minutes: int) -> int:
+def main(cases: int, seed: int, minutes: int, weighted: int) -> int:
     """Runs the cases, as many as the minutes give; 1 if one breaks its tolerance."""
     from tests.tolerance.attack import Attack, Found, scene_of
 
@@ -21,7 +22,7 @@ def main(cases: int, seed: int, minutes: int) -> int:
     found: dict[str, list[Found]] = collections.defaultdict(list)
     broken, done, scenes = 0, 0, 0
     while done < cases and time.perf_counter() - start < 60 * minutes:
-        scene, scenes = scene_of(r), scenes + 1
+        scene, scenes = scene_of(r, weighted=bool(weighted)), scenes + 1
         attack = Attack(scene, r)
         with scene.x64:
             for _ in range(min(DRAWS, cases - done)):
@@ -41,4 +42,4 @@ def main(cases: int, seed: int, minutes: int) -> int:
 
 if __name__ == "__main__":
     numbers = [int(x) for x in sys.argv[1:]]
-    sys.exit(main(*(numbers + [10000, 0, 60][len(numbers) :])))
+    sys.exit(main(*(numbers + [10000, 0, 60, 0][len(numbers) :])))

@@ -60,10 +60,12 @@ def without_small_blocks(
     bound: object,
     tolerance: object,
     scale: float | None,
+    weighted: bool = False,
 ) -> Parts:
     """The block mask without what provably holds at most `tolerance` of a row where no score is above `bound`.
 
-    `counts` is (batch, heads), None where all share one list. Raises ValueError for arguments that do not fit.
+    `counts` is (batch, heads), None where all share one list; `weighted`: score_mod gives weights. Raises ValueError
+    for arguments that do not fit.
     """
     most = check_tolerance(tolerance)
     if score_mod is None:
@@ -89,14 +91,14 @@ def without_small_blocks(
             "arrays that are known, whose numbers the block mask keeps",
             "Pass tolerance= to flex_attention, which reads them in each call.",
         )
-    claim = Claim(traced.program, sizes, digests_of(traced.arrays), scale, most)  # type: ignore[arg-type]
+    claim = Claim(traced.program, sizes, digests_of(traced.arrays), scale, most, weighted)  # type: ignore[arg-type]
     if why_nothing(traced.program) is not None or mask.q_len == 0 or mask.kv_len == 0:
         return dataclasses.replace(mask, claim=claim)
     heads = max(counts[0] or 1, mask.list_dims[0]), max(counts[1] or 1, mask.list_dims[1])
     origin = mask.origin
     spec = Spec(
         traced.program, mask.program, heads, (mask.q_len, mask.kv_len, *mask.block_size), most,  # type: ignore[arg-type]
-        origin=None if origin is None else origin.layout,
+        origin=None if origin is None else origin.layout, weighted=weighted,
     )  # fmt: skip
     with jax.ensure_compile_time_eval():
         flags = mask.flags()

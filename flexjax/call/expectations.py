@@ -50,6 +50,14 @@ def check_expectations(return_aux: AuxRequest | None, dtype: str, reach: Reach |
     return tuple(given.values())
 
 
+def weighted(score_mod: ScoreMod | None, weights: ScoreMod) -> ScoreMod:
+    """weights(score_mod(score, ..), ..), and 0 with gradients of 0 where score_mod gives -inf."""
+    if score_mod is None:
+        return weights
+    both = with_functions(score_mod, weights, ())
+    return functools.wraps(score_mod)(lambda score, *at: both(score, *at)[0])
+
+
 def with_functions(
     score_mod: ScoreMod | None, weights: ScoreMod | None, functions: tuple[ScoreMod, ...]
 ) -> Callable[..., tuple[Array, ...]]:

@@ -29,7 +29,7 @@ from flexjax.call.checks import (
 )
 from flexjax.call.documents import by_documents
 from flexjax.call.dropout import dropout_program
-from flexjax.call.expectations import check_expectations, functions_by_argument, with_functions
+from flexjax.call.expectations import check_expectations, functions_by_argument, weighted, with_functions
 from flexjax.call.tolerance import Skipped, check_call, check_claim, skipped
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
@@ -147,7 +147,7 @@ def prepare(arguments: Arguments, in_pages: InPages | None = None) -> PreparedCa
         if functions:
             score_mod = with_functions(score_mod, None if weights is None else weights.function, functions)
         elif weights is not None:
-            score_mod = _weighted(score_mod, weights.function)
+            score_mod = weighted(score_mod, weights.function)
     scale = 1.0 if isinstance(scale, Array) else scale
     given = {"score_mod": arguments.score_mod, "weights": weights, **functions_by_argument(return_aux)}
     names = "` or `".join(name for name, mod in given.items() if mod is not None) or "score_mod"
@@ -317,21 +317,6 @@ def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
         return score if score_mod is None else score_mod(score, *at)
 
     return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
-
-
-def _weighted(score_mod: ScoreMod | None, weights: ScoreMod) -> ScoreMod:
-    """weights(score_mod(score, ..), ..), and 0 with gradients of 0 where score_mod gives -inf."""
-    if score_mod is None:
-        return weights
-
-    def weighted(score: Array, *at: Array) -> Array:
-        score = jnp.asarray(score_mod(score, *at), score.dtype)
-        hidden = score == -jnp.inf
-        # the inner select keeps NaN out of derivatives, as of -inf * sigmoid(-inf)
-        weight = weights(jnp.where(hidden, jnp.zeros_like(score), score), *at)
-        return jnp.where(hidden, jnp.zeros_like(weight), weight)
-
-    return functools.wraps(score_mod)(weighted)
 
 
 def _block_mask(

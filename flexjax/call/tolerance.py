@@ -19,7 +19,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.kept import arrays_of, in_bits, with_arrays
 from flexjax.call.arguments import Arguments
 from flexjax.call.checks import CheckedArrays
-from flexjax.call.expectations import functions_of
+from flexjax.call.expectations import functions_of, weighted
 from flexjax.errors import bad_argument
 from flexjax.integers import cdiv
 from flexjax.ir.origin import OriginTable, Starts
@@ -35,6 +35,7 @@ from flexjax.tolerance.norms import PagedKeys, rounding_of
 from flexjax.tolerance.static import why_nothing
 from flexjax.trace.memo import Memo
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
+from flexjax.types import ScoreMod, Weights
 
 Array = jax.Array
 
@@ -78,8 +79,6 @@ def check_call(
             raise bad_argument("return_aux.lost", "True without tolerance", "False", "Without it nothing is lost.")
         return None
     tolerance = check_tolerance(arguments.tolerance)
-    if arguments.weights is not None:
-        raise bad_argument("tolerance", "given beside weights", "None", "Its proof is of softmax alone.")
     if functions_of(aux):
         raise bad_argument("tolerance", "given beside expectations", "None", "Nothing bounds what they lose.")
     if arguments.kernel_options is not None and arguments.kernel_options.invariant:
@@ -113,6 +112,13 @@ def check_call(
     return tolerance
 
 
+def weighted_score_mod(arguments: Arguments) -> ScoreMod | None:
+    """score_mod, or what gives the weights of its scores."""
+    weights = arguments.weights
+    function = weights.function if isinstance(weights, Weights) else weights
+    return arguments.score_mod if function is None else weighted(arguments.score_mod, function)
+
+
 def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str, split: bool = False) -> None:
     """Raises ValueError unless its block mask was made with `tolerance` for this call, perhaps `split` by context=."""
     made = "made with tolerance for another"
@@ -120,7 +126,8 @@ def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str, s
     instead = "Pass tolerance= to flex_attention, which takes it."
     if split:
         remake, instead = "Make it with create_block_mask for this call.", "Make the block mask without tolerance."
-    if arguments.score_mod is None or arguments.weights is not None:
+    score_mod = weighted_score_mod(arguments)
+    if score_mod is None or claim.weighted != (arguments.weights is not None):
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)
     if arguments.kernel_options is not None and arguments.kernel_options.invariant:
         raise bad_argument(
@@ -132,7 +139,7 @@ def check_claim(claim: Claim, arguments: Arguments, head_dim: int, dtype: str, s
             "return_aux.expectations", "given beside a block mask that was made with tolerance", "None",
             "Nothing bounds what they lose.",
         )  # fmt: skip
-    traced = trace_score_mod(arguments.score_mod, claim.sizes)
+    traced = trace_score_mod(score_mod, claim.sizes)
     if traced.program != claim.score:
         raise bad_argument("block_mask", f"{made} score_mod", "one for this call's", remake)
     if any(isinstance(x, Tracer) for x in traced.arrays):
@@ -184,7 +191,7 @@ def skipped(
     kinds = {"bound": bound, "whole": block_mask, "block_size": block_size}
     zeros = jnp.zeros((sizes.batch, sizes.q_heads, sizes.q_len), jnp.float32)
     nothing = functools.partial(Skipped, None, _in_layout(zeros, arguments), **kinds)
-    why = why_nothing(None if score is None else score.program)
+    why = why_nothing(None if score is None else score.program, arguments.weights is not None)
     if why is not None or score is None or 0 in (sizes.batch, *counts):
         return nothing(why or "The call is empty.")
     scale, precision = products
@@ -201,6 +208,7 @@ def skipped(
         dtype=score_dtype,
         origin=None if origin is None else origin.layout,
         lists_decide=block_mask is not None and block_mask.lists_decide,
+        weighted=arguments.weights is not None,
     )
     # what is known stays known inside jit
     fixed = lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x

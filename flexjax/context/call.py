@@ -18,10 +18,10 @@ from jax.sharding import AxisType
 from flexjax.block_mask.block_mask import BlockMask, create_block_mask
 from flexjax.block_mask.kept import without_small_blocks
 from flexjax.call.arguments import Arguments
-from flexjax.call.checks import both_masks
+from flexjax.call.checks import both_masks, check_weights
 from flexjax.call.expectations import functions_by_argument
 from flexjax.call.prepare import PreparedCall, prepare
-from flexjax.call.tolerance import check_call, check_claim
+from flexjax.call.tolerance import check_call, check_claim, weighted_score_mod
 from flexjax.combine import and_masks
 from flexjax.context import axes as context_axes
 from flexjax.context.context_parallel import (
@@ -170,9 +170,11 @@ def _skipped(arguments: Arguments, query: Array, layout: ContextLayout) -> Argum
         raise NotImplementedError(sentence.format(what))
     tolerance = check_call(arguments, sizes, str(query.dtype))
     left = dataclasses.replace(arguments, tolerance=None, score_bound=None)
-    if arguments.score_mod is None:
+    weighted = check_weights(arguments.weights, arguments.sinks, aux, str(query.dtype)) is not None
+    score_mod = weighted_score_mod(arguments)
+    if score_mod is None:
         return left
-    score, everything = trace_score_mod(arguments.score_mod, sizes), lambda b, h, q_idx, kv_idx: q_idx >= 0
+    score, everything = trace_score_mod(score_mod, sizes), lambda b, h, q_idx, kv_idx: q_idx >= 0
     with eager_without_mesh():
         if own is None:
             own = create_block_mask(arguments.mask_mod or everything, *sizes, block_size=layout.block_size)
@@ -180,7 +182,7 @@ def _skipped(arguments: Arguments, query: Array, layout: ContextLayout) -> Argum
             raise NotImplementedError(sentence.format("traced arrays in mods"))
         counts = tuple(n if axis in indices_of(score.program) else None for axis, n in zip("bh", sizes, strict=False))
         bound, scale = arguments.score_bound, typing.cast(float | None, arguments.scale)
-        made = without_small_blocks(own, arguments.score_mod, (counts[0], counts[1]), bound, tolerance, scale)
+        made = without_small_blocks(own, score_mod, (counts[0], counts[1]), bound, tolerance, scale, weighted)
     return dataclasses.replace(left, mask_mod=None, block_mask=BlockMask.of(made))
 
 

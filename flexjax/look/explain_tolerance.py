@@ -24,8 +24,9 @@ def describe_tolerance(call: PreparedCall, run: Run) -> str:
     if skipped.spec is None or skipped.given is None:
         return f"tolerance: nothing is skipped. {skipped.why}"
     spec, given = skipped.spec, skipped.given
+    title = f"tolerance {spec.tolerance:.3g}" + (" of the sum of |weight| of a row, absolute" if spec.weighted else "")
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        return f"tolerance {spec.tolerance:.3g}: blocks are chosen when the program runs, and both passes visit them"
+        return f"{title}: blocks are chosen when the program runs, and both passes visit them"
     known = given.bound is not None and given.bound.size == 1
     bound = float(np.asarray(given.bound).item()) if known else abs(call.plan.scale) * call.plan.head_dim
     with jax.ensure_compile_time_eval():
@@ -52,4 +53,4 @@ def describe_tolerance(call: PreparedCall, run: Run) -> str:
     heads = ", ".join(f"{h}: {shares[h]:.2f}" for h in range(0, len(shares), every))
     of = "score_bound" if known else "|scale| D, that of rows of length sqrt(D)"
     share = f"of the blocks of the mask {shares.mean():.2f} stay where |score| <= {bound:.3g} ({of})"
-    return f"tolerance {spec.tolerance:.3g}: {share}\n  by {which} {heads}"
+    return f"{title}: {share}\n  by {which} {heads}"

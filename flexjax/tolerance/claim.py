@@ -21,6 +21,7 @@ class Claim:
     digests: tuple[bytes, ...]  # of the captured arrays, in the order of the program
     scale: float | None  # None: that of the call, 1 / sqrt(head dim)
     tolerance: float
+    weighted: bool = False  # `score` gives weights
 
 
 def digests_of(arrays: Sequence[Array]) -> tuple[bytes, ...]:

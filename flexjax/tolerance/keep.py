@@ -10,6 +10,7 @@ for all keys of a row; the smaller share of a block counts.
 
 Blocks go in ascending order of their shares while these sum to at most the tolerance, so that each row keeps all but
 the tolerance of its probabilities, whatever queries and keys are. Comparisons with NaN are False: such a block stays.
+Of weights, U is the logarithm of the largest size of a weight of the block, and L is 0: the tolerance is absolute.
 """
 
 import dataclasses
@@ -57,6 +58,7 @@ class Spec:
     dtype: str = "float32"
     origin: OriginLayout | None = None
     lists_decide: bool = False  # the blocks that are visible do not follow from the mask
+    weighted: bool = False  # the program gives weights, of whose sizes a row may lose a sum of `tolerance`
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -139,7 +141,7 @@ def _views(spec: Spec, given: Given) -> list[View]:
     lower, of_queries, of_keys = _lower_of_rows(spec, given), *_block_norms(spec, given)
     size = spec.sizes[2]
     views = [View(lower, _of_tiles(lower, size), of_queries, of_keys)]
-    if not given.key or not sums_of(spec.score):
+    if spec.weighted or not given.key or not sums_of(spec.score):
         return views
     # any vector will do
     count = spec.sizes[1] if given.lengths[1] is None else jnp.maximum(given.lengths[1], 1)[:, None, None, None]
@@ -186,12 +188,12 @@ def _limit(spec: Spec, view: View, given: Array | None, q_blocks: Array) -> Arra
 
 
 def _lower_of_rows(spec: Spec, given: Given) -> Array:
-    """[B, N, T]: the best witness of each row; -inf without one, inf for rows that do not exist."""
+    """[B, N, T]: the best witness of each row; -inf without one, 0 for weights, inf for rows that do not exist."""
     q_len, kv_len = spec.sizes[:2]
     batch, heads = spec.heads
     dtype = jnp.dtype(spec.dtype)
-    lower = jnp.full((batch, heads, q_len), -jnp.inf, dtype)
-    if kv_len:
+    lower = jnp.full((batch, heads, q_len), 0 if spec.weighted else -jnp.inf, dtype)
+    if kv_len and not spec.weighted:
         keys = _witnesses(spec, given)
         found = [_lower_at(spec, given, index) for index in keys]
         lower = functools.reduce(jnp.maximum, found, lower)
@@ -313,6 +315,8 @@ def _chunk(spec: Spec, given: Given, views: list[View], q_blocks: Array) -> tupl
     for view in views:
         c = _limit(spec, view, _rows_of(given.bound, q_blocks), q_blocks)
         low, high = ends(c)
+        if spec.weighted:
+            low, high = jnp.full_like(low, -jnp.inf), jnp.log(_size(low, high))
         rounds = jnp.zeros((), spec.dtype)
         if view.moved is not None:  # each sum rounds a number that is larger by the product with the mean
             sums = [dataclasses.replace(spec.score, results=(x,)) for x in sums_of(spec.score)]
@@ -330,6 +334,11 @@ def _chunk(spec: Spec, given: Given, views: list[View], q_blocks: Array) -> tupl
     gone, mass = _smallest(share, spec.tolerance)
     used = [jnp.any(gone & (x == share) & (x > -jnp.inf), -1, keepdims=True) for x in shares]
     return visible & ~gone, mass, *(jnp.where(u, x, -jnp.inf) for u, x in zip(used, tiles, strict=True))
+
+
+def _size(low: Array, high: Array) -> Array:
+    """The largest magnitude between two numbers."""
+    return jnp.maximum(jnp.abs(low), jnp.abs(high))
 
 
 def _log_keys(spec: Spec, kv_blocks: Array) -> Array:

@@ -14,12 +14,13 @@ from flexjax.ir.program import Atom, Lit, Op, Program
 BOUNDED_LOOPS = frozenset({"loop_index", "loop_add", "loop_max", "loop_min", "loop_and", "loop_or"})
 
 
-def why_nothing(program: Program | None) -> str | None:
+def why_nothing(program: Program | None, weighted: bool = False) -> str | None:
     """Why no bound of this program's result leaves a block out, in a sentence; None if one may."""
     if program is None or "kv" not in indices_of(program):
-        return "The new score does not depend on kv_idx, so that no block is provably small."
+        what = "weight" if weighted else "new score"
+        return f"The {what} does not depend on kv_idx, so that no block is provably small."
     step = unbounded_step(program)
-    return None if step is None else f"`{step}` in score_mod has no bounds."
+    return None if step is None else f"`{step}` in {'weights or ' if weighted else ''}score_mod has no bounds."
 
 
 def indices_of(program: Program) -> frozenset[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.tolerance.proof import KINDS, MASKS, SCORES, Case, Choice, D, arrays_of, away, params_of, score_of
+from tests.tolerance.proof import KINDS, MASKS, SCORES, WEIGHTS, Case, Choice, D, arrays_of, away, params_of, score_of
 
 ADDS = frozenset(SCORES) - {"cap", "temperature", "where", "-inf", "relu"}
 """Steps that add to the score, for which a pair at the bound can be made."""
@@ -36,6 +36,8 @@ class Scene:
     tolerance: float
     has_sinks: bool
     dtype: str
+    # a name of WEIGHTS, of which the tolerance is absolute; None: softmax
+    weights: str | None = None
 
     @property
     def x64(self) -> contextlib.AbstractContextManager:
@@ -52,8 +54,8 @@ class Found(typing.NamedTuple):
     share: float
 
 
-def scene_of(r: np.random.Generator, large: bool = True) -> Scene:
-    """A scene drawn at random; `large`: also of 2048 tokens and more."""
+def scene_of(r: np.random.Generator, large: bool = True, weighted: bool = False) -> Scene:
+    """A scene drawn at random; `large`: also of 2048 tokens and more; `weighted`: of weights."""
     weights = np.array([4, 3, 3, 2, 1, 1] if large else [3, 1, 0, 0, 0, 0], float)
     length, block = SIZES[r.choice(len(SIZES), p=weights / weights.sum())]
     names = [n for n in SCORES if length <= 2048 or n not in OF_PAIRS]
@@ -68,7 +70,10 @@ def scene_of(r: np.random.Generator, large: bool = True) -> Scene:
     heads = ((2, 1), (2, 2), (4, 2), (3, 1))[r.integers(0, 4)]
     tolerance, sinks = 10.0 ** r.uniform(-12, -2), bool(r.random() < 0.3)
     dtype = str(r.choice(["float32", "float64"]))
-    return Scene(tuple(map(str, steps)), mask, (length, length + more, block), heads, tolerance, sinks, dtype)
+    scene = Scene(tuple(map(str, steps)), mask, (length, length + more, block), heads, tolerance, sinks, dtype)
+    if not weighted:
+        return scene
+    return dataclasses.replace(scene, has_sinks=False, weights=str(r.choice(sorted(WEIGHTS))))
 
 
 class Attack:
@@ -83,8 +88,9 @@ class Attack:
         sinks = np.float32(self.r.standard_normal(scene.heads[0]) * 5) if scene.has_sinks else None
         params = jax.tree.map(floats, params)
         return Case(
-            score_of(scene.steps), MASKS[scene.mask], to(q), to(k), params, None if sinks is None else to(sinks)
-        )
+            score_of(scene.steps), MASKS[scene.mask], to(q), to(k), params, None if sinks is None else to(sinks),
+            None if scene.weights is None else WEIGHTS[scene.weights],
+        )  # fmt: skip
 
     @functools.cached_property
     def choice(self) -> Choice:
@@ -112,13 +118,22 @@ class Attack:
         params, first = self.params(), None
         kind = str(self.r.choice(KINDS))
         q, k = arrays_of(self.r, *self.scene.sizes[:2], kind, self.scene.heads)
-        if set(self.scene.steps) <= ADDS and self.r.random() < 0.6:
+        if self.scene.weights is not None and self.r.random() < 0.5:
+            kind, (q, k) = "parallel", self.parallel()
+        elif self.scene.weights is None and set(self.scene.steps) <= ADDS and self.r.random() < 0.6:
             tight = self.tight(self.case(q, k, params))
             if tight is not None:
                 kind, (q, k, first) = "tight", tight
         found = self.choice(self.case(q, k, params), self.rows(first))
         tolerance = self.scene.tolerance
         return Found(kind, float(found.lost.max() / tolerance), found.breaks(tolerance), found.dropped, found.share)
+
+    def parallel(self) -> tuple[np.ndarray, np.ndarray]:
+        """Queries and keys along one vector, so that scores are as large as norms let them be, of both signs."""
+        r, (q_len, kv_len, _), (heads, of_keys) = self.r, self.scene.sizes, self.scene.heads
+        u = r.standard_normal(D) * 10.0 ** r.uniform(-3, 1)
+        signs = lambda *shape: r.choice([-1, 1], (1, *shape, 1)) if r.random() < 0.5 else np.ones((1, *shape, 1))
+        return np.float32(signs(heads, q_len) * u), np.float32(signs(of_keys, kv_len) * u)
 
     def tight(self, case: Case) -> tuple[np.ndarray, np.ndarray, int] | None:
         """(q, k, first row of a tile) whose blocks hold as much of that row as the bound just lets them lose.

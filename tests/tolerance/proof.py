@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax import weights as ready
 from flexjax.block_mask.block_mask import create_block_mask
+from flexjax.call.expectations import weighted
 from flexjax.tolerance import keep
 from flexjax.tolerance.norms import rounding_of
 from flexjax.trace.trace_mod import trace_score_mod
@@ -31,6 +33,13 @@ class Case:
     k: np.ndarray
     params: Any
     sinks: np.ndarray | None = None
+    # of the parameters, what weighs values in place of a softmax
+    weights: Callable[[Any], Callable] | None = None
+
+    def mod(self, params: Any) -> Callable:
+        """The function whose result is the new score, or a weight."""
+        score = self.score(params)
+        return score if self.weights is None else weighted(score, self.weights(params))
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +58,7 @@ class Choice:
         (_, heads, q_len, dim), kv_len = self.case.q.shape, self.case.k.shape[2]
 
         def choose(q: Any, k: Any, params: Any, sinks: Any) -> Any:
-            score = trace_score_mod(self.case.score(params), (1, heads, q_len, kv_len))
+            score = trace_score_mod(self.case.mod(params), (1, heads, q_len, kv_len), self.dtype)
             mask = create_block_mask(
                 self.case.mask(params), 1, heads, q_len, kv_len, block_size=self.block, exact=False
             )
@@ -63,6 +72,7 @@ class Choice:
                 dim**-0.5,
                 rounding_of(self.dtype, "highest", dim),
                 self.dtype,
+                weighted=self.case.weights is not None,
             )
             given = keep.Given(
                 score.arrays,
@@ -83,7 +93,7 @@ class Choice:
     @functools.cached_property
     def dense(self) -> Callable:
         def entries(s: Any, params: Any, rows: Any) -> Any:
-            score = jax.vmap(self.case.score(params), (0, None, None, None, 0))
+            score = jax.vmap(self.case.mod(params), (0, None, None, None, 0))
             score = jax.vmap(jax.vmap(score, (0, None, None, 0, None)), (0, None, 0, None, None))
             mask = jax.vmap(jax.vmap(self.case.mask(params), (None, None, None, 0)), (None, None, 0, None))
             at = (jnp.int32(0), jnp.arange(s.shape[0], dtype=jnp.int32), rows, jnp.arange(s.shape[2], dtype=jnp.int32))
@@ -106,8 +116,13 @@ class Choice:
         rows = np.arange(case.q.shape[2]) if rows is None else rows
         kept, bound, visible = (np.asarray(x) for x in self.run(case.q, case.k, case.params, case.sinks))
         s, on = self.entries(case, rows)
-        s = np.where(on, s, -np.inf)
         gone = ~np.repeat(kept[:, rows // self.block], self.block, 2)[:, :, : s.shape[2]]
+        share = float(kept.sum() / max(1, visible.sum()))
+        if case.weights is not None:
+            taken = np.where(gone & on, np.abs(s), 0)
+            nan, lost = bool(np.isnan(taken).any()), np.nan_to_num(taken).sum(-1)
+            return Outcome(lost, bound[:, rows], nan, False, share, bool((gone & on).any()), kept)
+        s = np.where(on, s, -np.inf)
         sink = np.full((s.shape[0], 1, 1), -np.inf) if case.sinks is None else np.float64(case.sinks)[:, None, None]
         top = np.maximum(s.max(-1, keepdims=True), sink)
         top = np.where(np.isfinite(top), top, 0)
@@ -117,15 +132,12 @@ class Choice:
             lost = np.where(total > 0, np.where(gone, weights, 0).sum(-1) / total, 0)
         hides_nan = bool(np.isnan(np.where(gone & on, s, 0)).any())
         dead = bool((np.isfinite(s).any(-1) & ~(np.isfinite(s) & ~gone).any(-1)).any()) and case.sinks is None
-        share = kept.sum() / max(1, visible.sum())
-        return Outcome(
-            np.nan_to_num(lost), bound[:, rows], hides_nan, dead, float(share), bool((gone & on).any()), kept
-        )
+        return Outcome(np.nan_to_num(lost), bound[:, rows], hides_nan, dead, share, bool((gone & on).any()), kept)
 
 
 @dataclasses.dataclass
 class Outcome:
-    # [H, rows]: what a row lost, and the bound of it that flexjax gives
+    # [H, rows]: what a row lost, of probabilities or of the sizes of weights, and the bound of it that flexjax gives
     lost: np.ndarray
     bound: np.ndarray
     # a NaN left
@@ -174,6 +186,17 @@ MASKS: dict[str, Callable] = {
     "array": lambda p: lambda b, h, i, j: p["bool"][i, j],
     "prefix": lambda p: lambda b, h, i, j: (j < 40) | (i >= j),
     "rows": lambda p: lambda b, h, i, j: (i >= j) & (i % 5 != 2),
+}
+
+
+WEIGHTS: dict[str, Callable] = {
+    "sigmoid": lambda p: ready.sigmoid(p["slope"] - 5.0),
+    "silu": lambda p: ready.silu(100.0),
+    "relu squared": lambda p: ready.relu_squared(100.0),
+    "retention": lambda p: ready.retention(jnp.exp(-p["slope"])).function,
+    "linear": lambda p: ready.linear.function,
+    "power": lambda p: ready.power(4).function,
+    "both signs": lambda p: lambda s, b, h, i, j: jnp.tanh(s - 1) * jnp.exp(-p["slope"][h] * jnp.abs(i - j)),
 }
 
 

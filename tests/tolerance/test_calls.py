@@ -416,10 +416,6 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: flexjax.flex_attention(Q, K, V, tolerance=float("nan")),
         "`tolerance` is nan" + RANGE + "2.0**-24 is below the rounding of float32.",
     ),
-    "weights": (
-        lambda: flexjax.flex_attention(Q, K, V, tolerance=1e-3, weights=flexjax.weights.sigmoid(0.0)),
-        "`tolerance` is given beside weights; expected None. Its proof is of softmax alone.",
-    ),
     "the same bits": (
         lambda: flexjax.flex_attention(Q, K, V, tolerance=1e-3, kernel_options=flexjax.KernelOptions(invariant=True)),
         "`tolerance` is given beside kernel_options.invariant; expected None. What a tile of queries skips depends on its "

@@ -3,9 +3,9 @@
 from tools import house
 
 LIMITS = {  # a change that passes one deletes something, or says why not
-    # of them 900 adapters of MaxText, Keras and Gemma, 1320 tolerance, 600 weights, 340 chosen blocks, 490 expectations, 640 same bits, 145 documents, 370 keep
+    # of them 900 adapters of MaxText, Keras and Gemma, 1340 tolerance, 600 weights, 340 chosen blocks, 490 expectations, 640 same bits, 145 documents, 370 keep
     # eager calls, 310 errors at the user's line, 900 forward mode on GPUs, 160 factors of weights, 260 sums in shared memory
-    "lines of Python in the wheel": 63409,
+    "lines of Python in the wheel": 63429,
     "docstring share, %": 18,
     "lines past 120 columns": 0,
     "files flat in one folder, most": 30,
