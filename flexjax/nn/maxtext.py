@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks
@@ -22,6 +23,7 @@ from flexjax.types import AuxRequest, Implementations, KernelOptions, MaskMod
 Array = jax.Array
 Results = tuple[Array, Array | None, Array | None]
 Policy = Callable[..., typing.Any]
+Split = tuple[ContextParallel, np.ndarray | None]
 
 
 def install(*, implementation: Implementations | None = None, kernel_options: KernelOptions | None = None) -> Installed:
@@ -33,12 +35,10 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
     packed rows (a token attends its own document), the attention types global, local_sliding, chunk, mla, full and
     block_diffusion, soft caps (0 is none), sinks, bidirectional tokens, previous chunks, indexer masks, the two caches
     of decoding, and record_max_logits. A remat_policy that keeps `context` keeps flexjax's out and lse. Tokens may be
-    split over the context axis, in order or load-balanced; keys travel as ContextParallel's "auto", or as its "ring"
-    with context_parallel_strategy="ring".
-    NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged attention, attention dropout, the
-    strategy "usp", striped tokens, and over a context axis decoding and masks other than those of ids and positions. A
-    query that may see no key gives 0; MaxText's dot product gives the mean of all values. Raises ImportError without
-    MaxText.
+    split over the context axis, in order, load-balanced or striped; keys travel as ContextParallel's "auto", or as its
+    "ring" with context_parallel_strategy="ring".
+    NotImplementedError refuses in a sentence: compressed attention, MoBA, ragged attention, dropout, strategy "usp". A
+    query that may see no key gives 0; MaxText's dot product gives the mean of all values. ImportError: no MaxText.
     """
     # by name, because type checkers take `import maxtext` for this module
     op = importlib.import_module("maxtext.layers.attention_op")
@@ -72,12 +72,11 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
         """query [B, T, N, D], already scaled; key [B, S, M, D]; value [B, S, M, E] -> (out, max, sum); max and sum are
         None outside of decoding.
 
-        segment_positions    not read: without it is known where load-balanced tokens stand
-        lengths              of ragged attention, which is refused
+        segment_positions    not read: the order of the tokens is known without them
         the einsums          replaced: flexjax multiplies in the precision of the config
         """
         decoding = model_mode == op.MODEL_MODE_AUTOREGRESSIVE
-        split, balanced = self._context_parallel_size() > 1, self._load_balanced_context_parallel()
+        split = self._context_parallel_size() > 1 and not decoding  # the one token of a step is not split
         reasons = {
             "compressed attention, whose keys are two sequences": compressed_mask is not None
             or bool(pad_kv_total or compress_ratio)
@@ -87,18 +86,16 @@ def install(*, implementation: Implementations | None = None, kernel_options: Ke
             "ragged attention; set use_ragged_attention=False, the ids of the cache say the same": use_ragged_attention
             and decoding,
             "attention dropout, which MaxText's dot product leaves out too; set dropout_rate=0": self.dropout_rate > 0,
-            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks; set "
-            "ici_context_parallelism=1, and split heads by ici_tensor_parallelism": split
-            and (decoding or any(x is not None for x in (previous_chunk, bidirectional_mask, indexer_mask))),
             "context parallelism over the two axes of context_parallel_strategy='usp'; set it to 'all_gather' or "
             "'ring'": split and self.config.context_parallel_strategy == "usp",
-            "context parallelism of striped tokens; set context_parallel_reorder_strategy='dual_chunk_swap', or "
-            "context_parallel_load_balance=False": balanced and _is_striped(self.config),
         }
         for reason, asked in reasons.items():
             if asked:
                 raise NotImplementedError(f"flexjax.nn.maxtext does not compute {reason}.")
-        call = _Call(self, query.shape[1], key, decoding, decoder_segment_ids, decoder_segment_ids_kv, previous_chunk)
+        # MaxText reorders the tokens of training alone
+        balanced = model_mode == op.MODEL_MODE_TRAIN and self._load_balanced_context_parallel()
+        axes = _context(op, self, query.shape[1], balanced) if split else (None, None)
+        call = _Call(self, query.shape[1], decoding, decoder_segment_ids, decoder_segment_ids_kv, previous_chunk, *axes)
         return attend(call, query, key, value, bidirectional_mask, sinks, indexer_mask, record_max_logits)
 
     decoder = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
@@ -125,11 +122,17 @@ def _as_context(policy: Policy | None) -> Policy:
 class _Call(typing.NamedTuple):
     op: typing.Any  # the AttentionOp
     q_len: int
-    key: typing.Any  # an array, or MaxText's KVTensor
     decoding: bool
     ids: Array | None
     kv_ids: Array | None
     previous_chunk: Array | None
+    context: ContextParallel | None
+    place: np.ndarray | None  # int32 [T]: where striped tokens stand in the row
+
+    def in_order(self, x: Array, axis: int = 1) -> Array:
+        """In the order that masks read: that of the row, or of striped tokens."""
+        layout = None if self.context is None else self.context.layout
+        return x if layout is None else layout.unshard(x, axis)
 
 
 def _apply(
@@ -149,15 +152,13 @@ def _apply(
     op, hidden = call.op, module.DEFAULT_MASK_VALUE
     key, value = (x.dequant() if isinstance(x, module.KVTensor) else x for x in (key, value))
     op.check_attention_inputs(query, key, value)
-    context = _context(module, op, query.shape[1])
-    if context is not None and context.layout is not None:  # what a mask captures has the order of the tokens
-        in_order = [None if ids is None else context.layout.unshard(ids) for ids in (call.ids, call.kv_ids)]
-        call = call._replace(ids=in_order[0], kv_ids=in_order[1])
-    placed = _placed(call, query.shape[2], key.shape[1])
+    call = call._replace(**jax.tree.map(call.in_order, dict(ids=call.ids, kv_ids=call.kv_ids)))
+    placed = _placed(call, query.shape[0], query.shape[2], key.shape[1])
     or_mask = None if bidirectional_mask is None else _same_block(module, bidirectional_mask, call, key.shape[1])
     masks = [_mask_mod(module, call, placed, or_mask)]
     if indexer_mask is not None:
-        masks.append(lambda b, h, q, kv: indexer_mask[b, q, kv] >= hidden / 2)
+        kept = call.in_order(call.in_order(indexer_mask >= hidden / 2), 2)
+        masks.append(lambda b, h, q, kv: kept[b, q, kv])
     given = [mask for mask in masks if mask is not None]
     dtype = query.dtype
     if op.float32_qk_product:
@@ -174,7 +175,7 @@ def _apply(
         sinks=logits,
         precision=op.config.matmul_precision,
         return_aux=AuxRequest(lse=call.decoding, max_scores=record_max_logits),
-        context=context,
+        context=call.context,
         implementation=implementation,
         kernel_options=kernel_options,
     )
@@ -188,29 +189,25 @@ def _apply(
     return out, top, jnp.ones_like(top)
 
 
-def _context(module: types.ModuleType, op: typing.Any, tokens: int) -> ContextParallel | None:
-    """Over which mesh axes and in which order the tokens are split; None where they are not."""
-    devices = op._context_parallel_size()
-    if devices == 1:
-        return None
-    names = op._logical_to_mesh_axes((module.Q_LENGTH,))[0]
+def _context(module: types.ModuleType, op: typing.Any, tokens: int, balanced: bool) -> Split:
+    """Over which mesh axes the tokens are split, in which order; and the places of striped ones."""
+    names, devices, config = op._logical_to_mesh_axes((module.Q_LENGTH,))[0], op._context_parallel_size(), op.config
     axes = tuple(name for name in ([names] if isinstance(names, str) else names) if op.mesh.shape[name] > 1)
-    layout = None
-    if op._load_balanced_context_parallel():  # MaxText has given device r the r-th run from both ends
-        block = math.gcd(tokens // (2 * devices), 128)
-        layout = context_layout(None, tokens, devices=devices, block_size=block, balance="zigzag")
-    return ContextParallel(axes, layout, "ring" if op.config.context_parallel_strategy == "ring" else "auto")
+    layout = place = None
+    ring = config.context_parallel_strategy == "ring"
+    if balanced:  # by MaxText's train_utils
+        strategy = config.context_parallel_reorder_strategy.value
+        if strategy == "striped" or (strategy == "auto" and ring and config.packing and config.hardware[:3] == "gpu"):
+            place = np.arange(tokens, dtype=np.int32).reshape(-1, devices).T.ravel()
+        else:  # device r has the r-th run from both ends
+            block = math.gcd(tokens // (2 * devices), 128)
+            layout = context_layout(None, tokens, devices=devices, block_size=block, balance="zigzag")
+    return ContextParallel(axes, layout, "ring" if ring else "auto"), place
 
 
-def _is_striped(config: typing.Any) -> bool:
-    """Whether MaxText's train_utils gives device r every n-th token."""
-    strategy = config.context_parallel_reorder_strategy.value
-    rings = config.packing and config.context_parallel_strategy == "ring" and config.hardware.startswith("gpu")
-    return strategy == "striped" or (strategy == "auto" and rings)
-
-
-def _placed(call: _Call, heads: int, kv_len: int) -> Placed:
+def _placed(call: _Call, batch: int, heads: int, kv_len: int) -> Placed:
     first = 0
+    at = None if call.place is None else jnp.broadcast_to(call.place, (batch, kv_len))
     ids, kv_ids = call.ids, call.ids if call.kv_ids is None else call.kv_ids
     if call.previous_chunk is not None:
         first = call.previous_chunk.shape[1]
@@ -220,8 +217,9 @@ def _placed(call: _Call, heads: int, kv_len: int) -> Placed:
     if call.decoding:
         ids = kv_ids = None  # they say which slots are filled; _mask_mod reads them
     return Placed(
-        function="flexjax.nn.maxtext", heads=heads, ids=ids, kv_ids=kv_ids, is_padding=negative_is_padding, first=first
-    )
+        function="flexjax.nn.maxtext", heads=heads, ids=ids, kv_ids=kv_ids, is_padding=negative_is_padding,
+        at=at, kv_at=at, first=first,
+    )  # fmt: skip
 
 
 def _mask_mod(module: types.ModuleType, call: _Call, placed: Placed, or_mask: MaskMod | None) -> MaskMod | None:
@@ -232,8 +230,8 @@ def _mask_mod(module: types.ModuleType, call: _Call, placed: Placed, or_mask: Ma
     if call.decoding and ids is not None:
         masks.append(lambda b, h, q, kv: ids[b, kv] == module.DECODING_ACTIVE_SEQUENCE_INDICATOR)
     if kind == kinds.BLOCK_DIFFUSION and not call.decoding:
-        size, first = op.causal_block_size, placed.first
-        masks.append(lambda b, h, q, kv: (q + first) // size >= kv // size)
+        size = op.causal_block_size
+        masks.append(lambda b, h, q, kv: placed.query(b, q) // size >= placed.key(b, kv) // size)
     causal = not call.decoding and kind not in (kinds.FULL, kinds.BLOCK_DIFFUSION)
     window = chunk = None
     if causal or ids is not None:  # without both, MaxText hides nothing
@@ -253,5 +251,7 @@ def _same_block(module: types.ModuleType, bidirectional_mask: Array, call: _Call
             f"flexjax.nn.maxtext: bidirectional_mask has {tokens} tokens in a call of {call.q_len} queries and "
             f"{kv_len} keys; it computes whole rows only."
         )
-    blocks = module._make_block_mask_indices(bidirectional_mask)
+    row = np.arange(tokens) if call.place is None else call.place
+    in_row = call.in_order(bidirectional_mask)[:, np.argsort(row)]
+    blocks = module._make_block_mask_indices(in_row)[:, row]
     return lambda b, h, q, kv: (blocks[b, q] == blocks[b, kv]) & (blocks[b, q] > 0)

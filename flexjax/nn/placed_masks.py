@@ -68,7 +68,7 @@ class Placed:
                 parts.append(lambda b, h, q, kv: -self._behind(b, q, kv) <= value_at(right, h) - strict)
         if chunk is not None:
             size = integer(self.function, "chunk", chunk, 1, "It counts the positions of a chunk.")
-            parts.append(lambda b, h, q, kv: self._query(b, q) // size == self._key(b, kv) // size)
+            parts.append(lambda b, h, q, kv: self.query(b, q) // size == self.key(b, kv) // size)
         joined = and_masks(*parts) if parts else None
         if or_mask is None or joined is None:  # what is seen anyway stays seen
             return joined
@@ -83,14 +83,14 @@ class Placed:
         capped = mods.softcap(cap)
         return capped if score_mod is None else chain_mods(capped, score_mod)
 
-    def _query(self, b: Array, q: Array) -> Array:
+    def query(self, b: Array, q: Array) -> Array:
         return q + self.first if self.at is None else self.at[b, q]
 
-    def _key(self, b: Array, kv: Array) -> Array:
+    def key(self, b: Array, kv: Array) -> Array:
         return kv if self.kv_at is None else self.kv_at[b, kv]
 
     def _behind(self, b: Array, q: Array, kv: Array) -> Array:
-        return self._query(b, q) - self._key(b, kv)
+        return self.query(b, q) - self.key(b, kv)
 
     def _sides(self, window: Window) -> tuple[int | Array | None, int | Array | None]:
         """(left, right) of a window, checked."""

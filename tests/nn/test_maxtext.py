@@ -18,7 +18,7 @@ if importlib.util.find_spec("maxtext") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what MaxText imports is deprecated in places
     from flax import nnx
-    from maxtext.common.common_types import DEFAULT_MASK_VALUE, AttentionType, ReorderStrategy
+    from maxtext.common.common_types import DEFAULT_MASK_VALUE, AttentionType
     from maxtext.layers.attention_op import AttentionOp
     from maxtext.layers.nnx_decoders import NNXDecoder
 
@@ -189,38 +189,13 @@ def test_what_has_no_meaning_is_refused(op: dict[str, object], call: dict[str, o
     assert str(error.value) == f"flexjax.nn.maxtext does not compute {said}."
 
 
-STRIPED = (
-    "context parallelism of striped tokens; set context_parallel_reorder_strategy='dual_chunk_swap', or "
-    "context_parallel_load_balance=False"
-)
-
-
-@pytest.mark.parametrize(
-    ("config", "call", "said"),
-    [
-        (
-            {},
-            {"bidirectional_mask": IMAGE},
-            "context parallelism while decoding, of previous chunks, or of bidirectional and indexer masks; set "
-            "ici_context_parallelism=1, and split heads by ici_tensor_parallelism",
-        ),
-        (
-            {"context_parallel_strategy": "usp"},
-            {},
-            "context parallelism over the two axes of context_parallel_strategy='usp'; set it to 'all_gather' or 'ring'",
-        ),
-        ({"context_parallel_reorder_strategy": ReorderStrategy.STRIPED}, {}, STRIPED),
-        ({"context_parallel_strategy": "ring"}, {}, STRIPED),
-    ],
-)
-def test_over_a_context_axis_some_is_refused(
-    config: dict[str, object], call: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = dict(context_parallel_reorder_strategy=ReorderStrategy.AUTO, packing=True, hardware="gpu")
+def test_usp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = attention_op()
-    layer.config = types.SimpleNamespace(**vars(CONFIG) | usual | config)
+    layer.config = types.SimpleNamespace(**vars(CONFIG) | {"context_parallel_strategy": "usp"})
     monkeypatch.setattr(AttentionOp, "_context_parallel_size", lambda self: 2)
-    monkeypatch.setattr(AttentionOp, "_load_balanced_context_parallel", lambda self: True)
     with flexjax.nn.maxtext.install(), pytest.raises(NotImplementedError) as error:
-        layer(*arrays(), IDS, None, "train", **call)
-    assert str(error.value) == f"flexjax.nn.maxtext does not compute {said}."
+        layer(*arrays(), IDS, None, "train")
+    assert str(error.value) == (
+        "flexjax.nn.maxtext does not compute context parallelism over the two axes of context_parallel_strategy='usp'; "
+        "set it to 'all_gather' or 'ring'."
+    )
